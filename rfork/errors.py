@@ -1,0 +1,198 @@
+"""Every error rfork raises, whose fault it is, and what to do about it.
+
+::
+
+    RforkError
+    ├── UserError                  fault: user     exit 2   mend the command, the setting or the file named
+    │   ├── SettingsError          an option or environment variable has a value that cannot be used
+    │   ├── MissingExtra           an optional package is not installed; names the extra that brings it
+    │   ├── PortInUse              the address to listen on is taken
+    │   ├── CheckpointError        a checkpoint folder is missing, incomplete or does not fit the model
+    │   ├── ModelError             a model folder cannot be built into a module
+    │   └── UnsupportedTensor      a tensor that has no bytes to carry (meta, sparse, quantized wrapper)
+    ├── TargetError                fault: target   exit 3   the side that receives is at fault
+    │   ├── LayoutMismatch         target and source do not hold the same tensors; names the first difference
+    │   ├── LeaseRefused           a lease token is expired, forged or for another source
+    │   └── DeadlinePassed         the fork's own time is over
+    ├── SourceError                fault: source   exit 4   the side that gives is at fault; another is asked
+    │   ├── SourceGone             refused, reset or closed the connection: the process died
+    │   ├── SourceStalled          connected, but sent nothing for too long
+    │   ├── SourceCorrupt          sent bytes that do not match the manifest, or fewer than it promised
+    │   ├── SourceChanged          its weights have another generation or another weights_id by now
+    │   └── SourceBusy             at capacity or draining: gives no new reader a place
+    ├── NetworkError               fault: network  exit 5
+    │   ├── PlannerUnreachable     the planner did not answer
+    │   └── PlannerRefused         the planner answered with a problem (RFC 9457)
+    ├── StorageError               fault: storage  exit 6   a disk or an object store failed
+    └── ForkFailed                 fault: that of the last reason   exit 7
+        ├── NoSource               nobody holds an image of this layout
+        └── NothingLeft            all sources and all fallbacks failed; carries each reason in order
+
+A source is only ever blamed (``fault == "source"``) for what it did itself, so that one bad target
+cannot drive every seed of a fleet into quarantine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+Fault = Literal["user", "target", "source", "network", "storage"]
+
+
+class RforkError(Exception):
+    """Base of all rfork errors: one clear line, and what to do in `hint`."""
+
+    fault: Fault = "user"
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    @property
+    def kind(self) -> str:
+        """The word used for this error in reports, metric labels and on the wire."""
+        return type(self).__name__
+
+
+class UserError(RforkError):
+    """The command, a setting or a file that the user named is wrong."""
+
+    exit_code = 2
+
+
+class SettingsError(UserError):
+    """An option or environment variable has a value that cannot be used."""
+
+
+class MissingExtra(UserError):
+    """An optional package is not installed."""
+
+    def __init__(self, what: str, *, extra: str, why: str = "") -> None:
+        because = f": {why}" if why else ""
+        super().__init__(f"{what} is not available{because}", hint=f"pip install 'rfork[{extra}]'")
+
+
+class PortInUse(UserError):
+    """The address to listen on is taken by another process."""
+
+    def __init__(self, host: str, port: int, *, setting: str) -> None:
+        super().__init__(
+            f"cannot listen on {host}:{port}: the address is in use",
+            hint=f"stop the process that holds it, or set {setting} to a free port (0 picks one)",
+        )
+
+
+class CheckpointError(UserError):
+    """A checkpoint folder is missing, incomplete or does not fit the model."""
+
+
+class ModelError(UserError):
+    """A model folder cannot be built into a module."""
+
+
+class UnsupportedTensor(UserError):
+    """A tensor of the module has no bytes that could be carried."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"tensor {name!r} cannot be captured: {why}")
+        self.name = name
+
+
+class TargetError(RforkError):
+    """The side that receives is at fault."""
+
+    fault = "target"
+    exit_code = 3
+
+
+class LayoutMismatch(TargetError):
+    """Target and source do not hold the same tensors."""
+
+
+class LeaseRefused(TargetError):
+    """A lease token is expired, forged or for another source."""
+
+
+class DeadlinePassed(TargetError):
+    """The fork's own time is over."""
+
+
+class SourceError(RforkError):
+    """The side that gives is at fault; the fork goes on with another source."""
+
+    fault = "source"
+    exit_code = 4
+
+
+class SourceGone(SourceError):
+    """The source refused, reset or closed the connection."""
+
+
+class SourceStalled(SourceError):
+    """The source is connected but sent nothing for too long."""
+
+
+class SourceCorrupt(SourceError):
+    """The source sent bytes that do not match the manifest, or fewer than it promised."""
+
+
+class SourceChanged(SourceError):
+    """The source's weights have another generation or another `weights_id` by now."""
+
+
+class SourceBusy(SourceError):
+    """The source is at capacity or draining."""
+
+
+class NetworkError(RforkError):
+    """Something between the two sides failed."""
+
+    fault = "network"
+    exit_code = 5
+
+
+class PlannerUnreachable(NetworkError):
+    """The planner did not answer."""
+
+
+class PlannerRefused(NetworkError):
+    """The planner answered with a problem document (RFC 9457).
+
+    `status` is the HTTP status; `problem` is the last part of the problem's type URI.
+    """
+
+    def __init__(self, message: str, *, status: int, problem: str, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+        self.problem = problem
+
+
+class StorageError(RforkError):
+    """A disk or an object store failed."""
+
+    fault = "storage"
+    exit_code = 6
+
+
+class ForkFailed(RforkError):
+    """No way to get the weights is left."""
+
+    exit_code = 7
+
+
+class NoSource(ForkFailed):
+    """Nobody holds an image of this layout."""
+
+    fault = "network"
+
+
+class NothingLeft(ForkFailed):
+    """All sources and all fallbacks failed; `reasons` holds each in the order it happened."""
+
+    def __init__(self, message: str, reasons: Sequence[RforkError], *, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.reasons = tuple(reasons)
+        if self.reasons:
+            self.fault = self.reasons[-1].fault

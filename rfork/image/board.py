@@ -1,0 +1,88 @@
+"""The chunk board: which chunks of an image hold verified bytes.
+
+A seed's board is full from the start; a relay's fills while it forks. Transports ask it before they
+give a range, the peer service streams its changes to the readers, and the puller posts to it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+from rfork.image import ranges
+from rfork.image.chunks import Chunks
+
+Listener = Callable[[], None]
+
+
+class ChunkBoard:
+    """Thread-safe set of verified chunks of one image; a chunk once verified stays so until `clear`."""
+
+    def __init__(self, chunks: Chunks, verified: Iterable[int] = ()) -> None:
+        self.chunks = chunks
+        self._changed = threading.Condition()
+        self._verified = set(verified)
+        self._listeners: list[Listener] = []
+
+    @classmethod
+    def full(cls, chunks: Chunks) -> ChunkBoard:
+        """The board of a source that holds every chunk."""
+        return cls(chunks, range(len(chunks)))
+
+    def mark(self, index: int) -> None:
+        """Say that chunk `index` is verified, and wake everyone who waits for it."""
+        with self._changed:
+            self._verified.add(index)
+        self._tell()
+
+    def clear(self) -> None:
+        """Say that no chunk is valid any more (the weights changed)."""
+        with self._changed:
+            self._verified.clear()
+        self._tell()
+
+    @property
+    def verified(self) -> tuple[ranges.Range, ...]:
+        """The verified chunks as ranges of chunk indices."""
+        with self._changed:
+            return ranges.from_indices(self._verified)
+
+    def __len__(self) -> int:
+        """How many chunks are verified."""
+        return len(self._verified)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._verified
+
+    @property
+    def complete(self) -> bool:
+        """Whether every chunk is verified."""
+        return len(self._verified) == len(self.chunks)
+
+    def holds(self, begin: int, end: int) -> bool:
+        """Whether every chunk that shares a byte with image range `[begin, end)` is verified."""
+        return all(index in self._verified for index in self.chunks.covering(begin, end))
+
+    def wait_complete(self, timeout: float | None = None) -> bool:
+        """Block until the board is full, at most `timeout` seconds; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.complete, timeout)
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener` after every change, on the thread that made it; returns the way to stop."""
+        with self._changed:
+            self._listeners.append(listener)
+
+        def unsubscribe() -> None:
+            with self._changed:
+                if listener in self._listeners:
+                    self._listeners.remove(listener)
+
+        return unsubscribe
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()

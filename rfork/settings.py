@@ -1,0 +1,154 @@
+"""Every option of rfork and of its planner, and the environment variable that sets it.
+
+Nothing else in the two packages reads the environment. An option's name in upper case behind the
+prefix is its variable: `Settings.planner` is ``RFORK_PLANNER``, `PlannerSettings.lease_ttl_s` is
+``RFORK_PLANNER_LEASE_TTL_S``.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Literal, Self, TypeVar
+
+from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from rfork.errors import SettingsError
+
+TransportName = Literal["http", "transfer_engine", "memory"]
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+class TlsSettings(BaseSettings):
+    """Files for TLS; with `ca` on a server, clients must show a certificate (mTLS)."""
+
+    model_config = SettingsConfigDict(env_prefix="RFORK_TLS_", extra="ignore", frozen=True)
+
+    certificate: Path | None = Field(None, description="PEM certificate chain this process shows")
+    key: Path | None = Field(None, description="PEM private key of `certificate`")
+    ca: Path | None = Field(None, description="PEM authorities this process trusts")
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key go together: set both or neither")
+        return self
+
+    @property
+    def serves(self) -> bool:
+        """Whether servers of this process speak TLS."""
+        return self.certificate is not None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any side of this process speaks TLS."""
+        return self.serves or self.ca is not None
+
+
+class Settings(BaseSettings):
+    """What an inference instance (seed, relay or target) is told."""
+
+    model_config = SettingsConfigDict(env_prefix="RFORK_", extra="ignore", frozen=True)
+
+    # The planner.
+    planner: str | None = Field(None, description="URL of the planner; none: fall back at once")
+    token: SecretStr | None = Field(None, description="bearer token shown to the planner")
+    planner_timeout_s: float = Field(5.0, gt=0, description="most seconds one call to the planner may take")
+
+    # Where this instance is, and how others reach it.
+    bind: str = Field("127.0.0.1", description="address the peer service and the transports listen on")
+    advertise: str | None = Field(None, description="address others reach this instance at; none: `bind`, or this host's address when bound to all")
+    peer_port: int = Field(0, ge=0, le=65535, description="port of the gRPC peer service; 0 picks one")
+    http_port: int = Field(0, ge=0, le=65535, description="port of the http transport; 0 picks one")
+    host: str = Field(default_factory=socket.gethostname, description="name of this node: instances with one name share a host")
+    rack: str | None = Field(None, description="rack label, for planning")
+    zone: str | None = Field(None, description="zone label, for planning")
+
+    # Transports.
+    transports: tuple[TransportName, ...] | None = Field(None, description="transports to use, best first; none: chosen by what this machine has")
+    unguarded_tcp: bool = Field(False, description="let transfer_engine run over plain TCP, where it cannot check leases")
+    rdma_devices: str = Field("", description="RDMA devices for transfer_engine, comma separated; empty: all")
+
+    # Receiving.
+    deadline_s: float = Field(600.0, gt=0, description="most seconds a fork may take before its fallback starts")
+    window: int = Field(4, ge=1, le=64, description="chunks in flight at once")
+    stall_s: float = Field(10.0, gt=0, description="seconds without a byte after which a source counts as stalled")
+    min_rate: int = Field(1 << 20, gt=0, description="bytes a second below which a source counts as stalled")
+    verify: bool = Field(True, description="check every chunk against the manifest; off only to measure")
+
+    # Giving.
+    egress_rate: int | None = Field(None, gt=0, description="most bytes a second this instance gives in all; none: no cap")
+    max_readers: int = Field(4, ge=1, description="most forks that may read from this instance at once")
+    drain_s: float = Field(30.0, ge=0, description="seconds a closing seed waits for its readers to finish")
+
+    log_json: bool = Field(False, description="log as JSON lines instead of text")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+
+    @property
+    def tls(self) -> TlsSettings:
+        """The TLS files (``RFORK_TLS_*``), shared by every server and client of this process."""
+        return TlsSettings()
+
+    @property
+    def reachable_at(self) -> str:
+        """The address that others are told."""
+        if self.advertise:
+            return self.advertise
+        if self.bind in ("0.0.0.0", "::"):
+            return own_address()
+        return self.bind
+
+
+class PlannerSettings(BaseSettings):
+    """What the planner is told."""
+
+    model_config = SettingsConfigDict(env_prefix="RFORK_PLANNER_", extra="ignore", frozen=True)
+
+    bind: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8700, ge=0, le=65535, description="port to listen on; 0 picks one")
+    token: SecretStr | None = Field(None, description="bearer token every caller must show; none: open")
+    secret: SecretStr | None = Field(None, description="key that lease tokens are derived from; none: a new one at each start")
+    lease_ttl_s: float = Field(30.0, gt=0, description="seconds a lease lives unless renewed")
+    heartbeat_s: float = Field(5.0, gt=0, description="seconds between an instance's heartbeats")
+    forget_s: float = Field(20.0, gt=0, description="seconds of silence after which an instance is forgotten")
+    quarantine_s: float = Field(60.0, ge=0, description="seconds a source that lied or stalled gets no reader")
+    keep_forks: int = Field(1000, ge=1, description="finished forks kept for the lists")
+    log_json: bool = Field(False, description="log as JSON lines instead of text")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+
+    @property
+    def tls(self) -> TlsSettings:
+        """The TLS files (``RFORK_TLS_*``)."""
+        return TlsSettings()
+
+
+def own_address() -> str:
+    """This host's address on the interface of its default route; loopback where there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # A connected UDP socket sends nothing: the kernel only picks the source address.
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+Kind = TypeVar("Kind", bound=BaseSettings)
+
+
+def load(kind: type[Kind], **overrides: object) -> Kind:
+    """Read `kind` from the environment, with `overrides` (None means: not given) on top.
+
+    Raises SettingsError, one line naming the variable, when a value cannot be used.
+    """
+    given = {name: value for name, value in overrides.items() if value is not None}
+    try:
+        return kind(**given)  # type: ignore[arg-type]  # pydantic validates each value
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = "_".join(str(part) for part in first["loc"]).upper()
+        prefix = kind.model_config.get("env_prefix", "")
+        raise SettingsError(
+            f"{prefix}{name}: {first['msg'].removeprefix('Value error, ')} (got {first['input']!r})"
+        ) from None

@@ -1,0 +1,112 @@
+"""The transport seam: one-sided reads of image ranges, with a deadline on everything.
+
+A byte's path: the target's puller asks a `Reader` for `[begin, end)` of the image; the source's
+`Exporter` gives it from the tensors' own memory; it lands in the target's tensors' own memory; the
+puller verifies it there. Between the two nothing is kept.
+
+On the **source**: `Transport.export` makes an image readable and asks the `Gate` before each byte.
+On the **target**: `Transport.connect` turns the endpoint that the source's peer service gave into a
+`Reader`. A new transport is one module with these three classes; it edits no shared file but the
+table in `rfork.transport.choice`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rfork.image.memory import Image, Segment
+
+TokenSource = Callable[[], str]
+"""Gives the newest lease token of a route: tokens are renewed while a fork runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """How to reach one exported image over one transport; travels in the peer service's answer.
+
+    `parameters` belong to the transport. `segments` are the source's memory addresses, for
+    transports that read remote memory by address, and empty for others.
+    """
+
+    transport: str
+    parameters: Mapping[str, str]
+    segments: tuple[Segment, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Whether a transport can run on this machine, and why (not): what `rfork doctor` prints."""
+
+    usable: bool
+    reason: str
+    hint: str = ""
+
+
+class Gate(Protocol):
+    """The source's guard; every exporter passes each request through it. Runs on the source."""
+
+    def admit(self, token: str, begin: int, end: int) -> str:
+        """Check a token and a byte range; returns the fork_id it was leased to.
+
+        Raises LeaseRefused (no, expired or forged token), SourceChanged (token of an older
+        generation) or SourceBusy (the range is not verified here yet).
+        """
+        ...
+
+    def throttle(self, nbytes: int) -> None:
+        """Block until the source's egress budget allows `nbytes` more."""
+        ...
+
+
+class Exporter(Protocol):
+    """One image, readable over one transport. Runs on the source."""
+
+    def endpoint(self) -> Endpoint:
+        """Where and how to read it."""
+        ...
+
+    def close(self) -> None:
+        """Stop giving; returns once no reader touches the image's memory. Safe to call twice."""
+        ...
+
+
+class Reader(Protocol):
+    """One source's image, read into the target's own. Runs on the target; thread-safe."""
+
+    def read(self, begin: int, end: int, deadline: float) -> None:
+        """Copy image range `[begin, end)` from the source into the target image's memory.
+
+        `deadline` is a `time.monotonic()` value. Returns or raises only when no more bytes of this
+        read can land: the caller may hand the range to another source at once.
+
+        Raises SourceGone, SourceStalled, SourceCorrupt (too few bytes), SourceChanged, SourceBusy
+        or LeaseRefused.
+        """
+        ...
+
+    def close(self) -> None:
+        """Drop all connections; reads under way raise SourceGone. Safe to call twice."""
+        ...
+
+
+class Transport(Protocol):
+    """A way to move bytes. Stateless: one instance may export and connect many images."""
+
+    @property
+    def name(self) -> str:
+        """The word used for it in settings, plans and reports."""
+        ...
+
+    def availability(self) -> Availability:
+        """Whether it can run here. Never raises, never opens a port."""
+        ...
+
+    def export(self, image: Image, gate: Gate) -> Exporter:
+        """Source side: make `image` readable to whoever `gate` admits."""
+        ...
+
+    def connect(self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float) -> Reader:
+        """Target side: a reader that fills `image` from `endpoint`. Raises as `Reader.read` does."""
+        ...

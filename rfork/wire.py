@@ -1,0 +1,204 @@
+"""What instances and the planner say to one another over REST: the models both sides share.
+
+Nothing here imports torch: the planner runs without it. Times are in seconds, sizes in bytes, chunk
+ranges are half-open pairs of chunk indices.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+ChunkRange = Annotated[tuple[int, int], Field(description="half-open range of chunk indices", examples=[(0, 64)])]
+Identifier = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._:-]+$")]
+ModelName = Annotated[str, Field(min_length=1, max_length=512, examples=["HuggingFaceTB/SmolLM2-135M-Instruct"])]
+HexId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", examples=["9f86d081884c7d659a2feaa0c55ad015"])]
+InstanceState = Literal["loading", "serving", "draining"]
+ForkState = Literal["planning", "running", "finished", "failed"]
+Outcome = Literal["forked", "fallback", "failed", "interrupted"]
+SourceKind = Literal["peer", "snapshot", "checkpoint", "loader"]
+
+
+class WireModel(BaseModel):
+    """Base of all wire models: unknown fields are refused, values are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Rank(WireModel):
+    """Where in a replica one process stands. All but `dp` is part of what is matched.
+
+    Data-parallel replicas hold the same weights, so `dp` tells them apart without parting them.
+    """
+
+    tp: int = Field(0, ge=0, description="tensor parallel index")
+    tp_size: int = Field(1, ge=1)
+    pp: int = Field(0, ge=0, description="pipeline stage")
+    pp_size: int = Field(1, ge=1)
+    ep: int = Field(0, ge=0, description="expert parallel index")
+    ep_size: int = Field(1, ge=1)
+    dp: int = Field(0, ge=0, description="data parallel index; not matched")
+    role: Literal["target", "draft"] = Field("target", description="the model itself, or its speculative draft")
+
+    @property
+    def key(self) -> str:
+        """What must be equal for two ranks to fork from one another."""
+        return f"{self.role}-tp{self.tp}of{self.tp_size}-pp{self.pp}of{self.pp_size}-ep{self.ep}of{self.ep_size}"
+
+
+class Placement(WireModel):
+    """Where an instance runs; two with one `host` share a node."""
+
+    host: str = Field(min_length=1, max_length=256)
+    rack: str | None = None
+    zone: str | None = None
+
+
+class InstanceReport(WireModel):
+    """All that the planner knows of one rank of an instance: each heartbeat carries it whole."""
+
+    instance_id: Identifier
+    model: ModelName
+    rank: Rank = Rank()
+    layout_id: HexId
+    weights_id: HexId | None = Field(None, description="none while a loading instance has not yet learnt it")
+    generation: int = Field(0, ge=0, description="raised each time the weights change in place")
+    image_bytes: int = Field(ge=0)
+    chunk_count: int = Field(ge=0)
+    state: InstanceState
+    verified: tuple[ChunkRange, ...] = Field((), description="chunks it can give")
+    address: str = Field(description="host:port of its gRPC peer service", examples=["10.0.0.7:41234"])
+    transports: tuple[str, ...] = Field((), description="transports it offers, best first")
+    placement: Placement
+    max_readers: int = Field(4, ge=0)
+    egress_rate: int | None = Field(None, description="bytes a second it gives at most")
+    readers: tuple[Identifier, ...] = Field((), description="forks that read from it now")
+
+
+class InstanceAck(WireModel):
+    """The planner's answer to a report."""
+
+    heartbeat_s: float = Field(description="send the next report within this time")
+    lease_key: str = Field(description="key (base64url) this instance checks lease tokens with")
+
+
+class InstanceView(WireModel):
+    """An instance as the planner lists it."""
+
+    report: InstanceReport
+    age_s: float = Field(description="seconds since its last report")
+    quarantined: str | None = Field(None, description="why it gets no readers, if so")
+
+
+class SourceFault(WireModel):
+    """One source that failed a fork, as the target saw it."""
+
+    instance_id: Identifier
+    fault: Literal["user", "target", "source", "network", "storage"]
+    error: str = Field(max_length=64, description="name of the error class", examples=["SourceStalled"])
+    detail: str = Field("", max_length=1000)
+
+
+class ForkRequest(WireModel):
+    """Ask for a plan, or for a new one. Carries all it needs: a planner that restarted can answer it."""
+
+    fork_id: Identifier = Field(description="chosen by the target; asking again with it is idempotent")
+    instance: InstanceReport = Field(description="the target, in state `loading`, with what it has verified")
+    faults: tuple[SourceFault, ...] = Field((), description="sources that failed since the last plan")
+
+
+class Lease(WireModel):
+    """The right to read from one source until it expires."""
+
+    token: str = Field(description="shown to the source with every read")
+    expires_in_s: float
+
+
+class Route(WireModel):
+    """Chunk ranges to read from one source."""
+
+    source_id: Identifier = Field(description="the source's instance_id")
+    kind: SourceKind = "peer"
+    address: str = Field(description="host:port of the source's peer service")
+    placement: Placement
+    transports: tuple[str, ...] = Field(description="transports both sides offer, best first")
+    generation: int
+    chunks: tuple[ChunkRange, ...]
+    lease: Lease
+
+
+class Plan(WireModel):
+    """Who reads what from whom. No routes: nobody holds this image; `reason` says what there is instead."""
+
+    fork_id: Identifier
+    weights_id: HexId | None = None
+    routes: tuple[Route, ...] = ()
+    reason: str = Field("", description="why there are no routes, or how they were chosen")
+
+
+class ForkProgress(WireModel):
+    """What a target tells the planner about once a second."""
+
+    verified: tuple[ChunkRange, ...]
+    bytes_read: int = Field(ge=0)
+    bytes_per_s: float = Field(ge=0)
+    sources: dict[str, int] = Field(default_factory=dict, description="verified bytes by source instance")
+
+
+class ProgressAck(WireModel):
+    """Renewed leases, by source instance."""
+
+    leases: dict[str, Lease] = Field(default_factory=dict)
+
+
+class ForkFinish(WireModel):
+    """How a fork ended."""
+
+    outcome: Outcome
+    seconds: float = Field(ge=0)
+    bytes_read: int = Field(ge=0)
+    sources: dict[str, int] = Field(default_factory=dict, description="verified bytes by source")
+    fallback: str | None = Field(None, description="what was loaded instead, if a fallback was")
+    reasons: tuple[str, ...] = Field((), description="each failure on the way, one line")
+
+
+class ForkView(WireModel):
+    """A fork as the planner lists it."""
+
+    fork_id: Identifier
+    instance_id: Identifier
+    model: ModelName
+    rank: Rank
+    state: ForkState
+    plan: tuple[tuple[str, tuple[ChunkRange, ...]], ...] = Field((), description="(source, chunks) of each route")
+    progress: ForkProgress | None = None
+    finish: ForkFinish | None = None
+    age_s: float
+    chunk_count: int
+    image_bytes: int
+
+
+class ModelView(WireModel):
+    """What the fleet holds of one model and rank."""
+
+    model: ModelName
+    rank_key: str
+    layout_id: HexId
+    weights_id: HexId | None
+    image_bytes: int
+    seeds: int
+    relays: int
+    forks_running: int
+
+
+class Problem(BaseModel):
+    """RFC 9457 problem document; `type` ends in a word that is stable across releases."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(examples=["https://rfork.dev/problems/unknown-fork"])
+    title: str
+    status: int
+    detail: str
+    instance: str | None = None

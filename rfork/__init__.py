@@ -6,7 +6,9 @@ machine without torch.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,3 +40,18 @@ def __getattr__(name: str) -> object:
     value: object = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+class _Package(ModuleType):
+    """`rfork.fork` and `rfork.seed` are functions, and also the names of two rooms.
+
+    Importing a room would bind its name here to the module; the public function keeps the name, and
+    the rooms are reached by ``from rfork.fork.session import …``.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from rfork.errors import SettingsError
 
-TransportName = Literal["http", "transfer_engine", "memory"]
+TransportName = Literal["http", "transfer_engine"]
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -58,32 +58,55 @@ class Settings(BaseSettings):
 
     # Where this instance is, and how others reach it.
     bind: str = Field("127.0.0.1", description="address the peer service and the transports listen on")
-    advertise: str | None = Field(None, description="address others reach this instance at; none: `bind`, or this host's address when bound to all")
+    advertise: str | None = Field(
+        None,
+        description="address others reach this instance at; none: `bind`, or this host's address when bound to all",
+    )
     peer_port: int = Field(0, ge=0, le=65535, description="port of the gRPC peer service; 0 picks one")
     http_port: int = Field(0, ge=0, le=65535, description="port of the http transport; 0 picks one")
-    host: str = Field(default_factory=socket.gethostname, description="name of this node: instances with one name share a host")
+    host: str = Field(
+        default_factory=socket.gethostname,
+        description="name of this node: instances with one name share a host",
+    )
     rack: str | None = Field(None, description="rack label, for planning")
     zone: str | None = Field(None, description="zone label, for planning")
 
     # Transports.
-    transports: tuple[TransportName, ...] | None = Field(None, description="transports to use, best first; none: chosen by what this machine has")
-    unguarded_tcp: bool = Field(False, description="let transfer_engine run over plain TCP, where it cannot check leases")
+    transports: tuple[TransportName, ...] | None = Field(
+        None, description="transports to use, best first; none: chosen by what this machine has"
+    )
+    unguarded_tcp: bool = Field(
+        False, description="let transfer_engine run over plain TCP, where it cannot check leases"
+    )
     rdma_devices: str = Field("", description="RDMA devices for transfer_engine, comma separated; empty: all")
 
     # Receiving.
-    deadline_s: float = Field(600.0, gt=0, description="most seconds a fork may take before its fallback starts")
+    deadline_s: float = Field(
+        600.0, gt=0, description="most seconds a fork may take before its fallback starts"
+    )
+    patience_s: float = Field(
+        5.0,
+        ge=0,
+        description="most seconds a fork without any route waits for one before its fallback starts",
+    )
     window: int = Field(4, ge=1, le=64, description="chunks in flight at once")
-    stall_s: float = Field(10.0, gt=0, description="seconds without a byte after which a source counts as stalled")
+    stall_s: float = Field(
+        10.0, gt=0, description="seconds without a byte after which a source counts as stalled"
+    )
     min_rate: int = Field(1 << 20, gt=0, description="bytes a second below which a source counts as stalled")
     verify: bool = Field(True, description="check every chunk against the manifest; off only to measure")
 
     # Giving.
-    egress_rate: int | None = Field(None, gt=0, description="most bytes a second this instance gives in all; none: no cap")
+    egress_rate: int | None = Field(
+        None, gt=0, description="most bytes a second this instance gives in all; none: no cap"
+    )
     max_readers: int = Field(4, ge=1, description="most forks that may read from this instance at once")
     drain_s: float = Field(30.0, ge=0, description="seconds a closing seed waits for its readers to finish")
 
     log_json: bool = Field(False, description="log as JSON lines instead of text")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least level that is logged"
+    )
 
     @property
     def tls(self) -> TlsSettings:
@@ -108,14 +131,20 @@ class PlannerSettings(BaseSettings):
     bind: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8700, ge=0, le=65535, description="port to listen on; 0 picks one")
     token: SecretStr | None = Field(None, description="bearer token every caller must show; none: open")
-    secret: SecretStr | None = Field(None, description="key that lease tokens are derived from; none: a new one at each start")
+    secret: SecretStr | None = Field(
+        None, description="key that lease tokens are derived from; none: a new one at each start"
+    )
     lease_ttl_s: float = Field(30.0, gt=0, description="seconds a lease lives unless renewed")
     heartbeat_s: float = Field(5.0, gt=0, description="seconds between an instance's heartbeats")
     forget_s: float = Field(20.0, gt=0, description="seconds of silence after which an instance is forgotten")
-    quarantine_s: float = Field(60.0, ge=0, description="seconds a source that lied or stalled gets no reader")
+    quarantine_s: float = Field(
+        60.0, ge=0, description="seconds a source that lied or stalled gets no reader"
+    )
     keep_forks: int = Field(1000, ge=1, description="finished forks kept for the lists")
     log_json: bool = Field(False, description="log as JSON lines instead of text")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least level that is logged"
+    )
 
     @property
     def tls(self) -> TlsSettings:

@@ -10,9 +10,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-ChunkRange = Annotated[tuple[int, int], Field(description="half-open range of chunk indices", examples=[(0, 64)])]
+ChunkRange = Annotated[
+    tuple[int, int], Field(description="half-open range of chunk indices", examples=[(0, 64)])
+]
 Identifier = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._:-]+$")]
-ModelName = Annotated[str, Field(min_length=1, max_length=512, examples=["HuggingFaceTB/SmolLM2-135M-Instruct"])]
+ModelName = Annotated[
+    str, Field(min_length=1, max_length=512, examples=["HuggingFaceTB/SmolLM2-135M-Instruct"])
+]
 HexId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", examples=["9f86d081884c7d659a2feaa0c55ad015"])]
 InstanceState = Literal["loading", "serving", "draining"]
 ForkState = Literal["planning", "running", "finished", "failed"]
@@ -39,12 +43,16 @@ class Rank(WireModel):
     ep: int = Field(0, ge=0, description="expert parallel index")
     ep_size: int = Field(1, ge=1)
     dp: int = Field(0, ge=0, description="data parallel index; not matched")
-    role: Literal["target", "draft"] = Field("target", description="the model itself, or its speculative draft")
+    role: Literal["target", "draft"] = Field(
+        "target", description="the model itself, or its speculative draft"
+    )
 
     @property
     def key(self) -> str:
         """What must be equal for two ranks to fork from one another."""
-        return f"{self.role}-tp{self.tp}of{self.tp_size}-pp{self.pp}of{self.pp_size}-ep{self.ep}of{self.ep_size}"
+        return (
+            f"{self.role}-tp{self.tp}of{self.tp_size}-pp{self.pp}of{self.pp_size}-ep{self.ep}of{self.ep_size}"
+        )
 
 
 class Placement(WireModel):
@@ -135,6 +143,15 @@ class Plan(WireModel):
     weights_id: HexId | None = None
     routes: tuple[Route, ...] = ()
     reason: str = Field("", description="why there are no routes, or how they were chosen")
+    other_layout: Route | None = Field(
+        None,
+        description="an instance that holds this model and rank with another layout, when none holds it with "
+        "the target's: its manifest says what differs. Its chunks are empty: nothing is to be read from it",
+    )
+    retry_after_s: float | None = Field(
+        None,
+        description="sources exist but have no place now: ask again after this; none: asking again is no use",
+    )
 
 
 class ForkProgress(WireModel):
@@ -171,7 +188,9 @@ class ForkView(WireModel):
     model: ModelName
     rank: Rank
     state: ForkState
-    plan: tuple[tuple[str, tuple[ChunkRange, ...]], ...] = Field((), description="(source, chunks) of each route")
+    plan: tuple[tuple[str, tuple[ChunkRange, ...]], ...] = Field(
+        (), description="(source, chunks) of each route"
+    )
     progress: ForkProgress | None = None
     finish: ForkFinish | None = None
     age_s: float

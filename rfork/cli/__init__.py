@@ -1,0 +1,1 @@
+"""The `rfork` command: one module a subcommand."""

@@ -1,0 +1,1 @@
+"""How each engine's models are captured, filled and served: one thin room an engine."""

@@ -1,0 +1,1 @@
+"""gRPC between instances: manifests, chunk progress, channels. The bytes travel over a transport."""

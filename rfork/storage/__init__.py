@@ -1,0 +1,1 @@
+"""Tensor files as sources: what a fork falls back to."""

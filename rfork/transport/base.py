@@ -59,6 +59,10 @@ class Gate(Protocol):
         """Block until the source's egress budget allows `nbytes` more."""
         ...
 
+    def etag(self) -> str:
+        """Names the bytes as they are now: another value once the weights or their generation change."""
+        ...
+
 
 class Exporter(Protocol):
     """One image, readable over one transport. Runs on the source."""

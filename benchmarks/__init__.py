@@ -1,0 +1,1 @@
+"""One file a question. Each runs as ``python -m benchmarks.NAME [--quick] [--json FILE] [--plot FILE]``."""

@@ -1,0 +1,108 @@
+"""How fast is the chunk digest on one core, and what would the memory allow?
+
+Contenders stream through a buffer many times larger than any cache, interleaved, on one thread.
+"memory read" (memchr for a byte that is not there) and "memcpy" are the limits: no digest of cold bytes
+can be faster than reading them. "all threads" is a manifest of the dense image as a seed computes it.
+GB/s are 1e9 bytes of input a second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Callable
+
+import torch
+import xxhash
+
+from benchmarks import harness
+from benchmarks.harness import GB, Contender, timed
+from rfork.errors import RforkError
+from rfork.image.capture import image_of
+from rfork.image.host_memory import host_view
+from rfork.image.memory import Image
+
+MIB = 1 << 20
+SMALL_TENSORS, SMALL_BYTES = 20_000, 8 << 10
+SLOW_BYTES = 256 * MIB
+"""What slow contenders are given: still eight times the largest cache of common machines."""
+
+
+def main() -> None:
+    """Measure, print, and write what was asked for."""
+    options = harness.options("digest", __doc__)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    size = (1 if options.quick else 2) << 30
+    # Byte 255 is left out, so that memchr has to read to the end.
+    source = torch.empty(size, dtype=torch.uint8).random_(0, 255)
+    target = torch.zeros(size, dtype=torch.uint8)
+    view = host_view(source.data_ptr(), size)
+    dense = image_of({"dense": source})
+    small = image_of({
+        f"small.{index}": source[index * SMALL_BYTES :][:SMALL_BYTES].clone() for index in range(SMALL_TENSORS)
+    })  # fmt: skip
+    libc = ctypes.CDLL(None)
+    libc.memchr.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+    libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+    cases: dict[str, tuple[int, Callable[[], object]]] = {
+        "rfork digest, dense": (size, lambda: digest_all(dense)),
+        "rfork digest, 20,000 x 8 KiB": (SMALL_TENSORS * SMALL_BYTES, lambda: digest_all(small)),
+        f"rfork manifest, {threads} threads": (size, lambda: dense.manifest(threads=threads)),
+        "xxh3-128, one shot": (size, lambda: xxhash.xxh3_128_digest(view)),
+        "blake2b": (SLOW_BYTES, lambda: hashlib.blake2b(view[:SLOW_BYTES]).digest()),
+        "limit: memory read": (size, lambda: libc.memchr(source.data_ptr(), 255, size)),
+        "limit: memcpy": (size, lambda: libc.memcpy(target.data_ptr(), source.data_ptr(), size)),
+    }
+    crc = crc32c(bytes(view[:SLOW_BYTES]))
+    if crc is not None:
+        cases["crc32c (google-crc32c)"] = (SLOW_BYTES, crc)
+    contenders = {name: _timed(call) for name, (_, call) in cases.items()}
+    seconds = harness.interleave(contenders, options.rounds)
+    speed = {name: cases[name][0] / GB / median for name, median in harness.medians(seconds).items()}
+    spread = {name: [cases[name][0] / GB / value for value in values] for name, values in seconds.items()}
+    harness.publish(
+        options,
+        settings={"dense_bytes": size, "small_tensors": SMALL_TENSORS, "small_bytes": SMALL_BYTES},
+        rows=[
+            {"contender": name, "GB/s": speed[name], "least": min(spread[name]), "most": max(spread[name]),
+             "input MB": cases[name][0] / 1e6}
+            for name in cases
+        ],
+        figures={
+            "digest_cpu_gb_per_s": speed["rfork digest, dense"],
+            "digest_small_gb_per_s": speed["rfork digest, 20,000 x 8 KiB"],
+            "digest_vs_memory_read": speed["rfork digest, dense"] / speed["limit: memory read"],
+        },
+        plot=("contender", "GB/s"),
+    )  # fmt: skip
+
+
+def digest_all(image: Image) -> None:
+    """The digest of every chunk, one after the other, on this thread."""
+    for chunk in range(len(image.layout.chunks)):
+        image.digest(chunk)
+
+
+def crc32c(data: bytes) -> Callable[[], object] | None:
+    """CRC32C of `data` by google-crc32c, where it is installed."""
+    try:
+        import google_crc32c
+    except ImportError:
+        return None
+    return lambda: google_crc32c.value(data)
+
+
+def _timed(call: Callable[[], object]) -> Contender:
+    def run() -> None:
+        call()
+
+    return timed(run)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RforkError as error:
+        raise SystemExit(f"{error}\n{error.hint}") from None

@@ -1,0 +1,195 @@
+"""What every benchmark shares: its options, interleaved rounds, medians, the machine, table, JSON and plot.
+
+A benchmark is a module with a `main` of this shape::
+
+    options = harness.options("digest", __doc__)
+    seconds = harness.interleave({"ours": timed(ours), "limit": timed(limit)}, options.rounds)
+    harness.publish(options, settings={...}, rows=[...], figures={...}, plot=("contender", "GB/s"))
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from rfork.errors import MissingExtra
+
+Value = str | int | float | bool | None
+Row = Mapping[str, Value]
+Contender = Callable[[], float]
+"""One run of what is measured; returns the seconds it took."""
+
+ROUNDS, QUICK_ROUNDS = 5, 3
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asked for."""
+
+    benchmark: str
+    quick: bool
+    rounds: int
+    json: Path | None
+    plot: Path | None
+
+
+def options(benchmark: str, description: str | None, arguments: Sequence[str] | None = None) -> Options:
+    """Parse the options that all benchmarks have; `arguments` are the command line's unless given."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{benchmark}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="smaller and fewer rounds: within a minute")
+    parser.add_argument("--rounds", type=int, help=f"rounds (default {ROUNDS}, with --quick {QUICK_ROUNDS})")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table (needs matplotlib)")
+    given = parser.parse_args(arguments)
+    rounds = given.rounds or (QUICK_ROUNDS if given.quick else ROUNDS)
+    return Options(benchmark, given.quick, rounds, given.json, given.plot)
+
+
+def timed(call: Callable[[], None]) -> Contender:
+    """The contender that runs `call` and takes its wall time."""
+
+    def contender() -> float:
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+
+    return contender
+
+
+def interleave(contenders: Mapping[str, Contender], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each contender in each round.
+
+    All contenders run once in each round, so what else the machine does hits all alike; every second
+    round runs backwards, so nobody always follows the same neighbour.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=rounds * len(contenders))
+        for number in range(rounds):
+            names = list(contenders) if number % 2 == 0 else list(reversed(contenders))
+            for name in names:
+                progress.update(task, description=f"round {number + 1}/{rounds}: {name}")
+                seconds[name].append(contenders[name]())
+                progress.advance(task)
+    return seconds
+
+
+def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median of each contender's rounds."""
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def machine() -> dict[str, Value]:
+    """What the figures were measured on; no names of hosts or users."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpus": ", ".join(gpus) or None,
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
+
+
+def commit() -> str:
+    """The git commit of this tree, with ``+`` when files differ from it; ``unknown`` outside of git."""
+    here = Path(__file__).parent
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, check=True
+        )
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"],
+            cwd=here, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def publish(
+    options: Options,
+    *,
+    settings: Mapping[str, Value],
+    rows: Sequence[Row],
+    figures: Mapping[str, float],
+    plot: tuple[str, str],
+) -> None:
+    """Print the table and the figures; write JSON and plot where asked for.
+
+    `plot` names the columns of a bar chart: labels, and values.
+    """
+    here = machine()
+    console = Console()
+    table = Table(title=f"{options.benchmark}: {here['cpu']}, {here['cores']} cores, {here['kernel']}")
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    for column in columns:
+        numeric = all(not isinstance(row.get(column), str) for row in rows)
+        table.add_column(column, justify="right" if numeric else "left")
+    for row in rows:
+        table.add_row(*(_shown(row.get(column)) for column in columns))
+    console.print(table)
+    for name, value in figures.items():
+        console.print(f"{name} = {_shown(value)}", highlight=False)
+    if options.json:
+        document = {
+            "benchmark": options.benchmark,
+            "machine": here,
+            "commit": commit(),
+            "settings": {"quick": options.quick, "rounds": options.rounds, **settings},
+            "rows": [dict(row) for row in rows],
+            "figures": dict(figures),
+        }
+        options.json.write_text(json.dumps(document, indent=2) + "\n")
+    if options.plot:
+        _draw(options.plot, options.benchmark, rows, *plot)
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _shown(value: Value) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.3g}" if isinstance(value, float) and abs(value) < 1000 else f"{value}"
+
+
+def _draw(path: Path, title: str, rows: Sequence[Row], labels: str, values: str) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra("matplotlib", extra="dev", why=str(error)) from None
+    bars = [(str(row[labels]), float(row.get(values) or 0)) for row in rows]
+    figure = Figure(figsize=(8, 0.4 * len(bars) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    drawn = axes.barh([label for label, _ in bars][::-1], [value for _, value in bars][::-1])
+    axes.bar_label(drawn, fmt="%.3g", padding=3)
+    axes.set_title(title)
+    axes.set_xlabel(values)
+    figure.savefig(path)

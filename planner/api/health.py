@@ -1,0 +1,52 @@
+"""Health and metrics: for Kubernetes and Prometheus."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from planner.metrics import Metrics
+from planner.problems import ProblemError, documented
+from planner.registry import Registry
+from rfork.wire import WireModel
+
+SAMPLE: Final = 'rfork_planner_instances{state="serving"} 3.0'
+
+
+class Health(WireModel):
+    """The planner is there."""
+
+    status: Literal["ok"] = "ok"
+
+
+def health_router(registry: Registry, metrics: Metrics) -> APIRouter:
+    """/healthz and /readyz, open to all, and /metrics."""
+    router = APIRouter(tags=["health"])
+
+    @router.get("/healthz", summary="Is the process alive?")
+    async def healthz() -> Health:
+        """Answers as long as the process serves requests. Needs no token."""
+        return Health()
+
+    @router.get("/readyz", summary="Can it plan?", responses=documented(503))
+    async def readyz() -> Health:
+        """Answers 503 while the store cannot be read or written. Needs no token."""
+        if not registry.store.ready():
+            raise ProblemError(503, "not-ready", "the store cannot be read or written")
+        return Health()
+
+    @router.get(
+        "/metrics",
+        summary="Prometheus metrics",
+        response_class=Response,
+        responses=documented(401) | {200: {"content": {"text/plain": {"example": SAMPLE}}}},
+    )
+    async def exposition() -> Response:
+        """Instances, forks, fallbacks and their reasons, bytes by source, plan latency, active leases."""
+        registry.sweep()
+        text = metrics.exposition(registry.store.instances(), registry.store.live_forks())
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    return router

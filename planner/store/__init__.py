@@ -1,0 +1,1 @@
+"""Where the planner keeps what it was told."""

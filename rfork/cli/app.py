@@ -1,0 +1,35 @@
+"""The `rfork` command: one module a subcommand, put together here."""
+
+from __future__ import annotations
+
+import typer
+
+from rfork import __version__
+from rfork.cli import doctor, planner, pull, seed, status
+from rfork.cli.console import out
+from rfork.cli.demo import command as demo
+
+app = typer.Typer(
+    name="rfork",
+    help="fork() for model weights: new inference instances pull their weights from those that run.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+)
+app.command("planner")(planner.planner)
+app.command("seed")(seed.seed)
+app.command("pull")(pull.pull)
+app.command("status")(status.status)
+app.command("doctor")(doctor.doctor)
+app.command("demo")(demo.demo)
+
+
+@app.command("version")
+def version() -> None:
+    """Print the version."""
+    out.print(__version__)
+
+
+def main() -> None:
+    """Entry point of the `rfork` script."""
+    app()

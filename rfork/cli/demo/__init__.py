@@ -1,0 +1,1 @@
+"""`rfork demo`, and the model it uses."""

@@ -1,0 +1,164 @@
+"""`rfork demo`: the main job on this machine, with real processes and a real model.
+
+A planner, a seed that keeps answering a prompt, three forks at once in a chain, and a SIGKILL to a
+relay half way; a replacement forks in its place. It ends with proof that all hold the same tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.live import Live
+
+from rfork.cli.console import err, out, reported
+from rfork.cli.demo.model import MODEL, default_cache, prepare
+from rfork.cli.demo.processes import Child, ChildFailed, Children, Event
+from rfork.cli.demo.scene import Scene
+from rfork.cli.demo.verdict import Verdict, judge
+from rfork.control.client import PlannerClient
+from rfork.errors import StorageError
+
+PROMPT = "What is the capital of France?"
+FORKS = 3
+IDLE_ANSWERS = 8
+START_S = 120.0
+FORK_S = 120.0
+LOOK_S = 0.1
+KILL_FROM, KILL_UNTIL = 0.4, 0.85
+"""The share of the image that a relay has verified when it is killed: half way, give or take a look."""
+WEIGHTS = (".safetensors", ".bin", ".gguf", ".safetensors.index.json")
+
+
+def demo(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
+    ] = None,
+    egress_rate: Annotated[
+        int,
+        typer.Option(
+            help="Bytes a second that each instance gives: slow enough to watch and to kill half way."
+        ),
+    ] = 30_000_000,
+    cache: Annotated[Path | None, typer.Option(help="Where the demo's model is kept.")] = None,
+) -> None:
+    """Fork a real model three times on this machine, kill a relay half way, and prove the result."""
+    with reported():
+        folder = prepare(cache or default_cache(), console=err)
+        with tempfile.TemporaryDirectory(prefix="rfork-demo-") as scratch, Children() as children:
+            bare = Path(scratch) / folder.name
+            _copy_without_weights(folder, bare)
+            verdict = _play(folder, bare, egress_rate, children)
+        out.print(verdict.table())
+        for line in verdict.lines():
+            out.print(line)
+        if json_file is not None:
+            _write(json_file, verdict)
+        if not verdict.equal:
+            raise typer.Exit(1)
+
+
+def _play(folder: Path, bare: Path, egress_rate: int, children: Children) -> Verdict:
+    """Run all processes to their end; what they said makes the verdict."""
+    err.print("starting the planner and a seed that keeps answering")
+    planner = children.add(
+        Child(
+            "planner",
+            ["rfork", "planner", "--port", "0", "--json"],
+            environment={"RFORK_PLANNER_HEARTBEAT_S": "1"},
+        )
+    )
+    url = str(planner.wait_for(_ready, START_S)["url"])
+    environment = {
+        "RFORK_PLANNER": url,
+        "RFORK_EGRESS_RATE": str(egress_rate),
+        "RFORK_TRANSPORTS": '["http"]',
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    scene = Scene()
+    seed = children.add(
+        Child(
+            "seed",
+            ["rfork.cli.demo.serving", str(folder), MODEL, PROMPT],
+            environment={**environment, "RFORK_HOST": "node-0"},
+            on_event=scene.on_seed_event,
+        )
+    )
+    scene.seed_ready = seed.wait_for(_ready, START_S)
+    for _ in range(IDLE_ANSWERS):
+        seed.wait_for(lambda event: event.get("event") == "answer", START_S)
+
+    def fork(number: int) -> Child:
+        arguments = [
+            "rfork",
+            "pull",
+            str(bare),
+            "--name",
+            MODEL,
+            "--generate",
+            PROMPT,
+            "--sha256",
+            "--stay",
+            "--json",
+        ]
+        place = {"RFORK_HOST": f"node-{number}"}
+        return children.add(Child(f"fork {number}", arguments, environment={**environment, **place}))
+
+    err.print(f"starting {FORKS} forks at once, from a folder that holds no weights")
+    forks = {f"node-{number}": fork(number) for number in range(1, FORKS + 1)}
+    scene.forks_started()
+    with (
+        PlannerClient(url) as client,
+        Live(console=err, get_renderable=scene.render, refresh_per_second=8, transient=False) as live,
+    ):
+        live.auto_refresh = err.is_terminal
+        deadline = time.monotonic() + FORK_S
+        while not scene.done(FORKS):
+            scene.look(client)
+            victim = scene.relay_to_kill(KILL_FROM, KILL_UNTIL)
+            if victim is not None:
+                forks[victim].kill()
+                scene.killed(victim)
+                forks[victim] = fork(FORKS + 1)
+                forks[f"node-{FORKS + 1}"] = forks.pop(victim)
+            for child in forks.values():
+                if not child.running:
+                    child.wait_for(lambda _: False, 1.0)  # raises with the child's last words
+            if time.monotonic() > deadline:
+                raise ChildFailed(f"the forks did not end within {FORK_S:.0f} s")
+            time.sleep(LOOK_S)
+        scene.forks_ended()
+    results = {host: child.wait_for(_is_report, FORK_S) for host, child in sorted(forks.items())}
+    return judge(scene, results)
+
+
+def _ready(event: Event) -> bool:
+    return event.get("event") == "ready"
+
+
+def _is_report(event: Event) -> bool:
+    if "error" in event and "fault" in event:
+        raise ChildFailed(str(event["message"]))
+    return "outcome" in event
+
+
+def _copy_without_weights(folder: Path, bare: Path) -> None:
+    """The folder's config and tokenizer only: nothing that a fork could load its weights from."""
+    bare.mkdir()
+    for path in folder.iterdir():
+        if not path.name.endswith(WEIGHTS):
+            shutil.copy(path, bare)
+
+
+def _write(path: Path, verdict: Verdict) -> None:
+    try:
+        path.write_text(json.dumps(verdict.to_dict(), indent=2) + "\n")
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror or error}") from None

@@ -1,0 +1,148 @@
+"""The demo's child processes: started, listened to line by line, and always ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import IO, Self
+
+from rfork.errors import RforkError
+
+Event = Mapping[str, object]
+END_S = 10.0
+
+
+class ChildFailed(RforkError):
+    """A process of the demo ended, or said nothing, before it did its part."""
+
+
+class Child:
+    """One ``python -m …`` process that writes JSON lines to stdout.
+
+    `on_event` is called on a reader thread with each line; lines are also kept for `wait_for`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.name = name
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._errors: list[str] = []
+        self._on_event = on_event
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        self._threads = [
+            threading.Thread(target=self._read_events, name=f"{name}-out", daemon=True),
+            threading.Thread(target=self._read_errors, name=f"{name}-err", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process has not ended yet."""
+        return self._process.poll() is None
+
+    def wait_for(self, match: Callable[[Event], bool], timeout: float) -> Event:
+        """The next event that matches; raises ChildFailed when the process ends or `timeout` passes first."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise ChildFailed(
+                    f"{self.name} said nothing for {timeout:.0f} s{self._last_words()}"
+                ) from None
+            if event is None:
+                raise ChildFailed(f"{self.name} ended with {self._process.wait()}{self._last_words()}")
+            if match(event):
+                return event
+
+    def kill(self) -> None:
+        """SIGKILL: the process gets no chance to say goodbye."""
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> None:
+        """SIGTERM, then SIGKILL if it does not follow; returns when the process is gone."""
+        if self.running:
+            self._process.terminate()
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._process.wait()
+        for thread in self._threads:
+            thread.join()
+
+    def _read_events(self) -> None:
+        with _pipe(self._process.stdout) as lines:
+            for line in lines:
+                try:
+                    event = json.loads(line)
+                except ValueError:
+                    continue  # a library printed something of its own
+                if not isinstance(event, dict):
+                    continue
+                if self._on_event is not None:
+                    self._on_event(event)
+                self._events.put(event)
+        self._events.put(None)
+
+    def _read_errors(self) -> None:
+        with _pipe(self._process.stderr) as lines:
+            for line in lines:
+                self._errors = [*self._errors[-20:], line.rstrip()]
+
+    def _last_words(self) -> str:
+        return "".join(f"\n  {line}" for line in self._errors[-5:])
+
+
+def _pipe(stream: IO[str] | None) -> IO[str]:
+    if stream is None:
+        raise ValueError("the process was started without this pipe")
+    return stream
+
+
+class Children:
+    """All children of one demo; leaving the block ends every one that still runs, newest first."""
+
+    def __init__(self) -> None:
+        self._children: list[Child] = []
+
+    def add(self, child: Child) -> Child:
+        """Have `child` ended with the others."""
+        self._children.append(child)
+        return child
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for child in reversed(self._children):
+            child.end()

@@ -1,0 +1,120 @@
+"""`rfork pull`: fork a model from the fleet into this process."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rfork import logs
+from rfork import settings as options
+from rfork.cli.console import Bar, out, print_json, reported, wait_for_signal
+from rfork.cli.options import (
+    BindOption,
+    EgressOption,
+    FolderArgument,
+    HostOption,
+    JsonOption,
+    NameOption,
+    PlannerOption,
+    model_name,
+)
+from rfork.errors import StorageError
+from rfork.image import ranges
+from rfork.settings import Settings
+from rfork.wire import ForkProgress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def pull(
+    folder: FolderArgument,
+    name: NameOption = None,
+    planner: PlannerOption = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder of safetensors files to fall back to when no source works.")
+    ] = None,
+    generate: Annotated[
+        str | None, typer.Option(metavar="PROMPT", help="Answer this prompt when forked.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the model to this folder as a checkpoint.")
+    ] = None,
+    stay: Annotated[bool, typer.Option("--stay", help="Stay as a seed until interrupted.")] = False,
+    sha256: Annotated[
+        bool,
+        typer.Option("--sha256", help="Report the SHA-256 of all tensors, to compare with another process."),
+    ] = False,
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds before falling back [env: RFORK_DEADLINE_S]")
+    ] = None,
+    bind: BindOption = None,
+    host: HostOption = None,
+    egress_rate: EgressOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Build MODEL_DIR's model from its config alone, and fork its weights from a running instance."""
+    with reported(as_json=as_json):
+        chosen = options.load(
+            Settings, planner=planner, bind=bind, host=host, egress_rate=egress_rate, deadline_s=deadline
+        )
+        logs.configure(json=chosen.log_json or as_json, level=chosen.log_level)
+        from rfork.engines import torch as engine
+        from rfork.engines.transformers import empty_model, tokenizer_of
+        from rfork.engines.transformers import generate as answer
+        from rfork.image.proof import image_sha256
+
+        module = empty_model(folder)
+        with Bar(f"fork {model_name(folder, name)}") as bar:
+
+            def show(progress: ForkProgress, image_bytes: int) -> None:
+                verified = ranges.count(progress.verified)
+                bar.update(
+                    min(progress.bytes_read, image_bytes), image_bytes, f"({verified} chunks verified)"
+                )
+
+            report = engine.fork(
+                module,
+                model=model_name(folder, name),
+                checkpoint=checkpoint,
+                settings=chosen,
+                on_progress=show,
+            )
+        try:
+            result = report.to_dict()
+            if sha256 and report.seed is not None:
+                result["sha256"] = image_sha256(report.seed.image)
+            if output is not None:
+                _write(module, folder, output)
+                result["output"] = str(output)
+            if generate is not None:
+                began = time.monotonic()
+                result["generated"] = answer(module, tokenizer_of(folder), generate)
+                result["generate_seconds"] = round(time.monotonic() - began, 3)
+            if as_json:
+                print_json(result)
+            else:
+                out.print(report.line(), markup=False)
+                if sha256:
+                    out.print(f"sha256 of all tensors: {result['sha256']}")
+                if generate is not None:
+                    out.print(f"> {generate}\n{result['generated']}", markup=False)
+            if stay:
+                wait_for_signal()
+        finally:
+            if report.seed is not None:
+                report.seed.close(chosen.drain_s)
+
+
+def _write(module: PreTrainedModel, folder: Path, output: Path) -> None:
+    from rfork.engines.transformers import tokenizer_of
+
+    try:
+        module.save_pretrained(output)
+        if (folder / "tokenizer_config.json").is_file():
+            tokenizer_of(folder).save_pretrained(output)
+    except OSError as error:
+        raise StorageError(f"{output}: {error.strerror or error}") from None

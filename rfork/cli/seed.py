@@ -1,0 +1,55 @@
+"""`rfork seed`: load a model folder and give its weights."""
+
+from __future__ import annotations
+
+from rfork import logs
+from rfork import settings as options
+from rfork.cli.console import err, out, print_json, reported, wait_for_signal
+from rfork.cli.options import (
+    BindOption,
+    EgressOption,
+    FolderArgument,
+    HostOption,
+    JsonOption,
+    NameOption,
+    PlannerOption,
+    model_name,
+)
+from rfork.settings import Settings
+
+
+def seed(
+    folder: FolderArgument,
+    name: NameOption = None,
+    planner: PlannerOption = None,
+    bind: BindOption = None,
+    host: HostOption = None,
+    egress_rate: EgressOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Load a Hugging Face folder with transformers and seed it until interrupted."""
+    with reported(as_json=as_json):
+        chosen = options.load(Settings, planner=planner, bind=bind, host=host, egress_rate=egress_rate)
+        logs.configure(json=chosen.log_json or as_json, level=chosen.log_level)
+        from rfork.engines import torch as engine
+        from rfork.engines.transformers import loaded_model
+
+        if chosen.planner is None:
+            err.print(
+                "[yellow]warning:[/] no planner is set, so no fork will find this seed (set RFORK_PLANNER)"
+            )
+        module = loaded_model(folder)
+        with engine.seed(module, model=model_name(folder, name), settings=chosen) as giving:
+            if chosen.planner is not None and not giving.wait_acknowledged(chosen.planner_timeout_s):
+                err.print(f"[yellow]warning:[/] {chosen.planner} does not answer yet; trying on")
+            report = giving.report()
+            if as_json:
+                print_json({"event": "ready", **report.model_dump(mode="json")})
+            else:
+                size = f"{report.image_bytes / 1e9:.3f} GB, {report.chunk_count} chunks"
+                out.print(
+                    f"seed ready: {report.model} ({size}) at {report.address} "
+                    f"over {', '.join(report.transports)}; instance {report.instance_id[:8]}"
+                )
+            wait_for_signal()
+            err.print("closing: readers may finish")

@@ -1,0 +1,135 @@
+"""The heartbeat: one daemon thread that keeps the planner told of this instance.
+
+Runs inside an inference instance. It has its own thread, so a cold start that keeps the main thread
+busy for minutes does not make the planner forget the instance. A planner that is away for a while is
+no error: the heartbeat goes on, and the first report that gets through restores everything.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from rfork.control.client import PlannerClient
+from rfork.errors import NetworkError, RforkError
+from rfork.wire import InstanceAck, InstanceReport
+
+FIRST_RETRY_S: Final = 0.25
+DEFAULT_INTERVAL_S: Final = 5.0
+LEAST_GAP_S: Final = 0.1
+MARGIN: Final = 0.8
+
+
+class Heartbeat:
+    """Sends `report()` to the planner at once, on each `poke()`, and within every interval it asks for.
+
+    `report` and `on_ack` are called on the heartbeat's thread. The planner sets the interval in each
+    answer; `retry_s` is the first pause after a failure, doubled up to that interval; `least_gap_s`
+    is the least time between two reports, so that many pokes become one.
+    """
+
+    def __init__(
+        self,
+        client: PlannerClient,
+        report: Callable[[], InstanceReport],
+        on_ack: Callable[[InstanceAck], None],
+        *,
+        retry_s: float = FIRST_RETRY_S,
+        least_gap_s: float = LEAST_GAP_S,
+    ) -> None:
+        self._client = client
+        self._report = report
+        self._on_ack = on_ack
+        self._retry_s = retry_s
+        self._least_gap_s = least_gap_s
+        self._interval_s = DEFAULT_INTERVAL_S
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._connected = threading.Event()
+        self._failures = 0
+        self._instance_id: str | None = None
+        self._log = structlog.get_logger("rfork.heartbeat")
+        self._thread = threading.Thread(target=self._run, name="rfork-heartbeat", daemon=True)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the last report got through."""
+        return self._connected.is_set()
+
+    def start(self) -> None:
+        """Start the thread; the first report goes out at once."""
+        self._thread.start()
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Wait until a report got through; False where none did in `timeout_s`."""
+        return self._connected.wait(timeout_s)
+
+    def poke(self) -> None:
+        """Something changed: report soon, not at the next interval. Never blocks."""
+        self._wake.set()
+
+    def stop(self, *, remove: bool) -> None:
+        """End the thread and, with `remove`, have the planner forget this instance. Safe to call twice.
+
+        Waits for a report under way, which the client's timeout bounds; a planner that is away is logged.
+        """
+        first = not self._stopping.is_set()
+        self._stopping.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if not (first and remove and self._instance_id):
+            return
+        try:
+            self._client.remove(self._instance_id)
+        except NetworkError as error:
+            # The planner forgets a silent instance by itself.
+            self._log.warning("instance not removed", instance_id=self._instance_id, reason=str(error))
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            sent_at = time.monotonic()
+            try:
+                self._send()
+            except Exception:
+                # The thread's outermost edge: one report that cannot be made must not end all of them.
+                self._failures += 1
+                self._connected.clear()
+                self._log.exception("heartbeat failed")
+            if self._failures:
+                # A poke does not cut this short: a planner that is away is not to be hammered.
+                self._stopping.wait(self._backoff_s())
+            else:
+                self._wake.wait(self._interval_s * MARGIN)
+                self._stopping.wait(max(0.0, self._least_gap_s - (time.monotonic() - sent_at)))
+            # Cleared before the report is made, so that a poke from here on leads to one more.
+            self._wake.clear()
+
+    def _backoff_s(self) -> float:
+        pause_s = min(self._retry_s * 2.0 ** min(self._failures - 1, 16), self._interval_s)
+        # Jitter keeps a fleet from knocking in step on a planner that comes back.
+        return pause_s * random.uniform(0.5, 1.0)
+
+    def _send(self) -> None:
+        try:
+            report = self._report()
+            self._instance_id = report.instance_id
+            ack = self._client.report(report)
+        except RforkError as error:
+            if self._failures == 0:
+                self._log.warning("planner lost", planner=self._client.url, reason=str(error))
+            self._failures += 1
+            self._connected.clear()
+            return
+        if self._failures:
+            self._log.info("planner is back", planner=self._client.url, missed=self._failures)
+        self._failures = 0
+        self._interval_s = max(ack.heartbeat_s, self._least_gap_s)
+        # The acknowledgement first: whoever waits for the connection finds the lease key in place.
+        self._on_ack(ack)
+        self._connected.set()

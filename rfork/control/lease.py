@@ -1,0 +1,133 @@
+"""Lease tokens: the planner signs them, the source they name checks them.
+
+A token is a JWT (RFC 7519) under HMAC-SHA256 with a key that belongs to *one* source: the planner
+derives it from its own secret (the expand step of HKDF, RFC 5869, with one block) and hands it to the
+source in each heartbeat's answer. So a source can check the tokens shown to it, and a source that was
+broken into can mint none for others.
+
+`derive_key` and `sign` run in the planner, `verify` in the source.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import jwt
+
+from rfork.errors import LeaseRefused
+
+ALGORITHM: Final = "HS256"
+INFO: Final = b"rfork/lease/v1:"
+REQUIRED: Final = ["sub", "aud", "exp", "layout", "generation"]
+
+
+@dataclass(frozen=True)
+class LeaseClaims:
+    """What one token grants: `fork_id` may read this image from `source_id` until `expires_at`."""
+
+    fork_id: str
+    source_id: str
+    layout_id: str
+    weights_id: str | None
+    """None where the source, a relay, had not yet learnt it when the lease was given."""
+    generation: int
+    expires_at: float
+    """Unix time in seconds."""
+
+
+def derive_key(secret: bytes, instance_id: str) -> str:
+    """The key of one instance, base64url: what `InstanceAck.lease_key` carries."""
+    # The trailing 1 is HKDF's block counter.
+    block = hmac.digest(secret, INFO + instance_id.encode() + b"\x01", hashlib.sha256)
+    return base64.urlsafe_b64encode(block).decode()
+
+
+def decode_key(lease_key: str) -> bytes:
+    """The bytes of an `InstanceAck.lease_key`. Raises LeaseRefused where it is not base64url."""
+    try:
+        return base64.b64decode(lease_key, altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise LeaseRefused(f"the planner's lease key is not base64url: {error}") from None
+
+
+def sign(claims: LeaseClaims, key: bytes) -> str:
+    """The token that grants `claims`, under the key of the source it names."""
+    payload = {
+        "sub": claims.fork_id,
+        "aud": claims.source_id,
+        "exp": claims.expires_at,
+        "layout": claims.layout_id,
+        "weights": claims.weights_id,
+        "generation": claims.generation,
+    }
+    return jwt.encode(payload, key, algorithm=ALGORITHM)
+
+
+def verify(
+    token: str,
+    keys: bytes | Iterable[bytes],
+    *,
+    source_id: str,
+    leeway_s: float = 0.0,
+    now: float | None = None,
+) -> LeaseClaims:
+    """The claims of a token that one of `keys` signed for `source_id` and that is not over.
+
+    Several keys are given while a planner that restarted hands out a new one. `leeway_s` allows for
+    clocks that differ; `now` is Unix time in seconds, this machine's clock where it is None.
+
+    Raises LeaseRefused, saying which of these it is: malformed, forged, for another source, expired.
+    """
+    for key in (keys,) if isinstance(keys, bytes) else tuple(keys):
+        try:
+            payload = jwt.decode(
+                token,
+                key,
+                algorithms=[ALGORITHM],
+                # Audience and expiry are checked below, so that each refusal has its own words.
+                options={"require": REQUIRED, "verify_aud": False, "verify_exp": False},
+            )
+        except jwt.InvalidSignatureError:
+            continue
+        except jwt.PyJWTError as error:
+            raise LeaseRefused(f"the lease is malformed: {error}") from None
+        claims = _claims(payload)
+        break
+    else:
+        raise LeaseRefused("the lease is forged, or older than the planner: no known key signed it")
+    if not hmac.compare_digest(claims.source_id.encode(), source_id.encode()):
+        raise LeaseRefused(f"the lease is for another source: {claims.source_id}, this is {source_id}")
+    late = (time.time() if now is None else now) - claims.expires_at
+    if late >= leeway_s:
+        raise LeaseRefused(f"the lease is expired since {late:.1f} s", hint="ask the planner for a new plan")
+    return claims
+
+
+def _claims(payload: dict[str, str | float | int | None]) -> LeaseClaims:
+    """Check each claim's type: a signature says who wrote a claim, not that it is well formed."""
+    match payload:
+        case {
+            "sub": str(fork_id),
+            "aud": str(source_id),
+            "exp": float() | int() as expires_at,
+            "layout": str(layout_id),
+            "generation": int(generation),
+        } if isinstance(payload.get("weights"), str | None):
+            weights_id = payload.get("weights")
+        case _:
+            raise LeaseRefused("the lease is malformed: a claim has another type than it should")
+    return LeaseClaims(
+        fork_id=fork_id,
+        source_id=source_id,
+        layout_id=layout_id,
+        weights_id=None if weights_id is None else str(weights_id),
+        generation=generation,
+        expires_at=float(expires_at),
+    )

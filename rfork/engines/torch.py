@@ -1,0 +1,113 @@
+"""rfork for any `nn.Module`: `fork` fills one from a running instance, `seed` gives one to others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from torch import nn
+
+from rfork import settings as options
+from rfork.control.client import PlannerClient
+from rfork.errors import UnsupportedTensor
+from rfork.fork.fallback import checkpoint_fallback, loader_fallback
+from rfork.fork.report import ForkReport
+from rfork.fork.session import ForkSession, OnProgress
+from rfork.image.capture import capture
+from rfork.peer.client import PeerClient
+from rfork.seed.seed import Identity, Seed, seal
+from rfork.settings import Settings
+from rfork.transport.choice import choose
+from rfork.wire import Rank
+
+
+def fork(
+    module: nn.Module,
+    *,
+    model: str,
+    planner: str | None = None,
+    rank: Rank | None = None,
+    deadline: float | None = None,
+    checkpoint: str | Path | None = None,
+    loader: Callable[[nn.Module], None] | None = None,
+    exclude: Sequence[str] = (),
+    settings: Settings | None = None,
+    on_progress: OnProgress | None = None,
+) -> ForkReport:
+    """Fill `module` with the weights of a running instance of `model`, in place. Runs on the target.
+
+    The module must be built as the seeds' were, in its final layout; its weights may hold anything.
+    While it is filled, and from then on, this process gives the weights onwards: `ForkReport.seed`
+    is that giving side, open until it is closed or the process ends.
+
+    `planner` (URL) and `deadline` (seconds) override the settings. When no source works, the weights
+    come from `checkpoint` (a folder of safetensors files), then from `loader(module)`. Tensors whose
+    names match a pattern in `exclude` are neither read nor given.
+
+    Raises NothingLeft when nothing worked, and UserError kinds for what the caller got wrong; the
+    module's content is then undefined. It is never half filled and returned as a success.
+    """
+    chosen = _settings(settings, planner=planner, deadline_s=deadline)
+    fallbacks = []
+    if checkpoint is not None:
+        fallbacks.append(checkpoint_fallback(Path(checkpoint)))
+    if loader is not None:
+        fallbacks.append(loader_fallback(loader))
+    return ForkSession(
+        module,
+        Identity(model, rank or Rank()),
+        chosen,
+        choose(chosen),
+        planner=_client(chosen),
+        dial=lambda address, token: PeerClient(address, token, chosen.tls),
+        fallbacks=fallbacks,
+        on_progress=on_progress,
+        exclude=exclude,
+    ).run()
+
+
+@contextlib.contextmanager
+def seed(
+    module: nn.Module,
+    *,
+    model: str,
+    planner: str | None = None,
+    rank: Rank | None = None,
+    exclude: Sequence[str] = (),
+    settings: Settings | None = None,
+) -> Iterator[Seed]:
+    """Give `module`'s weights to whoever the planner sends, while the block runs. Runs on the source.
+
+    The weights must not change inside the block unless `Seed.fence` is called first. On leaving,
+    readers get `settings.drain_s` seconds to finish.
+    """
+    chosen = _settings(settings, planner=planner)
+    image = capture(module, exclude=exclude)
+    if not image.layout.image_bytes:
+        raise UnsupportedTensor("(all)", "the module has no tensor with bytes, so there is nothing to seed")
+    with Seed(
+        image,
+        Identity(model, rank or Rank()),
+        chosen,
+        choose(chosen),
+        manifest=seal(image),
+        planner=_client(chosen),
+    ) as giving:
+        yield giving
+
+
+def _settings(settings: Settings | None, **overrides: object) -> Settings:
+    if settings is None:
+        return options.load(Settings, **overrides)
+    given = {name: value for name, value in overrides.items() if value is not None}
+    return settings.model_copy(update=given)
+
+
+def _client(settings: Settings) -> PlannerClient | None:
+    if settings.planner is None:
+        return None
+    token = settings.token.get_secret_value() if settings.token is not None else None
+    return PlannerClient(
+        settings.planner, token=token, tls=settings.tls, timeout_s=settings.planner_timeout_s
+    )

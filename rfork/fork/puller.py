@@ -1,0 +1,341 @@
+"""The puller: fills an image from the routes of a plan, verifies each chunk, and re-plans when it must.
+
+Runs on the target. A window of worker threads each read one chunk and verify it where it landed, so
+that verification of one overlaps the arrival of others; a feed thread a source follows what can be
+read from it; the caller's thread watches over both. A verified chunk goes to the board, from where
+this instance, as a relay, gives it onwards.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from rfork.errors import (
+    DeadlinePassed,
+    NoSource,
+    PlannerRefused,
+    PlannerUnreachable,
+    RforkError,
+    SourceChanged,
+    SourceCorrupt,
+    SourceGone,
+)
+from rfork.fork.feed import Feed, FeedListener
+from rfork.fork.report import SourceShare
+from rfork.fork.schedule import Read, Schedule
+from rfork.image.board import ChunkBoard
+from rfork.image.manifest import Manifest
+from rfork.image.memory import Image
+from rfork.image.ranges import Range
+from rfork.settings import Settings
+from rfork.wire import Lease, Plan, Route, SourceFault
+
+log = structlog.get_logger(__name__)
+
+TICK_S = 0.25
+"""How often stalls, silence and the deadline are looked at; events are acted on at once."""
+FIRST_RETRY_S = 0.2
+LEAST_REPLAN_S = 0.05
+UNCOVERED_S = 0.8
+"""Time to the next request for a plan while some chunks have a source and others have none."""
+MOST_FAILURES = 3
+"""A source that failed this often is not asked again by this fork, whoever was at fault."""
+
+OpenFeed = Callable[[Route, FeedListener], Feed]
+Replan = Callable[[tuple[SourceFault, ...]], Plan]
+Learn = Callable[[Manifest], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What a pull did; sizes in bytes."""
+
+    bytes_read: int
+    bytes_repeated: int
+    replans: int
+    sources: tuple[SourceShare, ...]
+
+
+class Puller:
+    """One fork's pull. `run` it once.
+
+    `open_feed` makes the (not yet started) feed of one route; `replan` asks the planner for a (new) plan, given the faults since the last one; `learn` is told
+    the manifest before the first chunk is verified. `reasons` collects each failure on the way.
+    """
+
+    def __init__(
+        self,
+        image: Image,
+        board: ChunkBoard,
+        settings: Settings,
+        *,
+        open_feed: OpenFeed,
+        replan: Replan,
+        learn: Learn,
+        deadline: float,
+    ) -> None:
+        self._image = image
+        self._board = board
+        self._settings = settings
+        self._open_feed = open_feed
+        self._replan = replan
+        self._learn = learn
+        self._deadline = deadline
+        self._chunks = image.layout.chunks
+        self._changed = threading.Condition()
+        self._schedule = Schedule(len(self._chunks), board.verified)
+        self._feeds: dict[str, Feed] = {}
+        self._retired: list[Feed] = []
+        self._manifest: Manifest | None = None
+        self._faults: list[SourceFault] = []
+        self._shares: dict[str, SourceShare] = {}
+        self._bytes_read = 0
+        self._replans = 0
+        self._stopping = False
+        self._failures: dict[str, int] = {}
+        self.reasons: list[RforkError] = []
+
+    # -- the caller's thread --------------------------------------------------------------------
+
+    def run(self) -> Pulled:
+        """Fill the image; returns once every chunk is verified.
+
+        Raises DeadlinePassed, NoSource (the planner knows none, or none that is left works),
+        PlannerUnreachable or PlannerRefused. Nothing is written to the image after it returns or
+        raises.
+        """
+        workers = [
+            threading.Thread(target=self._work, name=f"rfork-pull-{number}", daemon=True)
+            for number in range(self._settings.window)
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            self._watch_over()
+        finally:
+            with self._changed:
+                self._stopping = True
+                feeds = [*self._feeds.values(), *self._retired]
+                self._changed.notify_all()
+            for feed in feeds:
+                feed.close()
+            for worker in workers:
+                worker.join()
+            for feed in feeds:
+                feed.join()
+        repeated = sum(
+            times * (self._chunks[chunk][1] - self._chunks[chunk][0])
+            for chunk, times in self._schedule.repeated.items()
+        )
+        return Pulled(self._bytes_read, repeated, max(0, self._replans - 1), self.shares)
+
+    @property
+    def shares(self) -> tuple[SourceShare, ...]:
+        """What each source gave so far, most first."""
+        with self._changed:
+            return tuple(sorted(self._shares.values(), key=lambda share: -share.verified_bytes))
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were asked for and arrived so far, right or wrong."""
+        return self._bytes_read
+
+    def renew(self, leases: Mapping[str, Lease]) -> None:
+        """Newer lease tokens, by source."""
+        with self._changed:
+            for source_id, lease in leases.items():
+                if source_id in self._feeds:
+                    self._feeds[source_id].renew(lease)
+
+    def plan_again(self) -> None:
+        """Take all that is not in flight back and ask for a new plan (the planner forgot this fork)."""
+        with self._changed:
+            self._schedule.adopt({})
+            self._changed.notify_all()
+
+    def _watch_over(self) -> None:
+        lonely_since: float | None = None
+        retry_at = 0.0
+        while True:
+            with self._changed:
+                if self._schedule.complete:
+                    return
+                now = time.monotonic()
+                if now >= self._deadline:
+                    raise DeadlinePassed(
+                        f"the deadline passed with {len(self._board)} of {len(self._chunks)} chunks verified"
+                    )
+                self._fail_stalled(now)
+                wanted = self._schedule.unassigned and now >= retry_at
+                if not wanted:
+                    until = retry_at if self._schedule.unassigned else now + TICK_S
+                    self._changed.wait(max(0.01, min(until, now + TICK_S, self._deadline) - now))
+                    continue
+            plan, refusal = self._ask()
+            now = time.monotonic()
+            with self._changed:
+                if plan is not None and plan.routes:
+                    self._adopt(plan)
+                    lonely_since = None
+                    retry_at = now + (UNCOVERED_S if self._schedule.unassigned else LEAST_REPLAN_S)
+                    continue
+                if self._schedule.in_flight or any(map(self._schedule.wanted_from, self._feeds)):
+                    retry_at = now + UNCOVERED_S  # others still give: no hurry
+                    continue
+                lonely_since = lonely_since or now
+                again_s = plan.retry_after_s if plan is not None else FIRST_RETRY_S
+                worth_it = again_s is not None and (plan is not None or self._replans > 0)
+                if not worth_it or now - lonely_since >= self._settings.patience_s:
+                    raise refusal
+                retry_at = now + (again_s or FIRST_RETRY_S)
+
+    def _ask(self) -> tuple[Plan | None, RforkError]:
+        """One call to the planner: its plan if it answered, and the error to end with if there is no route."""
+        with self._changed:
+            faults = tuple(self._faults)
+        try:
+            plan = self._replan(faults)
+        except (PlannerUnreachable, PlannerRefused) as error:
+            return None, error
+        with self._changed:
+            del self._faults[: len(faults)]
+        return plan, NoSource(plan.reason or "the planner knows no source")
+
+    def _adopt(self, plan: Plan) -> None:
+        self._replans += 1
+        for route in plan.routes:
+            feed = self._feeds.get(route.source_id)
+            if feed is not None:
+                feed.renew(route.lease)
+                continue
+            feed = self._open_feed(route, self)
+            self._feeds[route.source_id] = feed
+            feed.start()
+        self._schedule.adopt({route.source_id: route.chunks for route in plan.routes})
+        for source_id in [name for name in self._feeds if not self._schedule.wanted_from(name)]:
+            self._retire(source_id)
+        log.info(
+            "planned",
+            fork=plan.fork_id,
+            routes={route.source_id[:8]: ranges_text(route.chunks) for route in plan.routes},
+            reason=plan.reason,
+        )
+        self._changed.notify_all()
+
+    def _retire(self, source_id: str) -> None:
+        feed = self._feeds.pop(source_id)
+        feed.close()
+        self._retired.append(feed)
+
+    def _fail_stalled(self, now: float) -> None:
+        for source_id, feed in list(self._feeds.items()):
+            stall = feed.check(now, starved=self._schedule.starved(source_id))
+            if stall is not None and self._schedule.wanted_from(source_id):
+                self._fail(feed, stall)
+
+    def _fail(self, feed: Feed, error: RforkError) -> None:
+        """Give up on a source; the caller holds the lock."""
+        if self._feeds.get(feed.source_id) is not feed:
+            return  # it failed already, and this is the echo on another thread
+        log.warning("source failed", source=feed.source_id[:8], error=error.kind, detail=str(error))
+        self.reasons.append(error)
+        self._failures[feed.source_id] = failures = self._failures.get(feed.source_id, 0) + 1
+        fault = error.fault if error.fault == "source" or failures < MOST_FAILURES else "network"
+        self._faults.append(
+            SourceFault(instance_id=feed.source_id, fault=fault, error=error.kind, detail=str(error)[:1000])
+        )
+        self._schedule.fail(feed.source_id)
+        self._retire(feed.source_id)
+        self._changed.notify_all()
+
+    # -- feed threads -----------------------------------------------------------------------------
+
+    def on_manifest(self, feed: Feed, manifest: Manifest) -> None:
+        """See `rfork.fork.feed.FeedListener`; every source must hold the bytes that the first one named."""
+        with self._changed:
+            if self._manifest is None:
+                self._manifest = manifest
+                self._learn(manifest)
+            elif manifest.weights_id != self._manifest.weights_id:
+                raise SourceChanged(
+                    f"{feed.address}: holds weights {manifest.weights_id}, "
+                    f"this fork is of {self._manifest.weights_id}"
+                )
+
+    def on_offer(self, feed: Feed, chunks: tuple[Range, ...]) -> None:
+        """See `rfork.fork.feed.FeedListener`."""
+        with self._changed:
+            self._schedule.offer(feed.source_id, chunks)
+            self._changed.notify_all()
+
+    def on_failure(self, feed: Feed, error: RforkError) -> None:
+        """See `rfork.fork.feed.FeedListener`."""
+        with self._changed:
+            self._fail(feed, error)
+
+    # -- worker threads -----------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                read = None
+                while not self._stopping and (read := self._schedule.take()) is None:
+                    self._changed.wait()
+                if read is None:
+                    return
+                feed = self._feeds.get(read.source_id)
+                manifest = self._manifest
+            error: RforkError | None = None
+            try:
+                if feed is None or manifest is None:
+                    raise SourceGone("the source was given up")
+                self._fetch(feed, read, manifest)
+            except RforkError as caught:
+                error = caught
+            except Exception as caught:  # a bug in a transport is that source's failure, not a hang
+                log.exception("reader failed", source=read.source_id[:8])
+                error = SourceGone(f"{type(caught).__name__}: {caught}")
+            with self._changed:
+                if error is None and feed is not None:
+                    self._count(feed, read)
+                else:
+                    self._schedule.dropped(read)
+                    if feed is not None and error is not None and not self._stopping:
+                        self._fail(feed, error)
+                self._changed.notify_all()
+            if error is None:
+                self._board.mark(read.chunk)
+
+    def _fetch(self, feed: Feed, read: Read, manifest: Manifest) -> None:
+        begin, end = self._chunks[read.chunk]
+        patience = self._settings.stall_s + (end - begin) / self._settings.min_rate
+        feed.read(begin, end, min(time.monotonic() + patience, self._deadline))
+        feed.advanced_at = time.monotonic()
+        with self._changed:
+            self._bytes_read += end - begin
+        if self._settings.verify and self._image.digest(read.chunk) != manifest.digests[read.chunk]:
+            raise SourceCorrupt(f"{feed.address}: chunk {read.chunk} does not match its digest")
+
+    def _count(self, feed: Feed, read: Read) -> None:
+        self._schedule.verified(read)
+        begin, end = self._chunks[read.chunk]
+        share = self._shares.get(feed.source_id) or SourceShare(
+            feed.source_id, feed.host, feed.transport, 0, 0
+        )
+        self._shares[feed.source_id] = SourceShare(
+            share.source_id,
+            share.host,
+            feed.transport,
+            share.verified_chunks + 1,
+            share.verified_bytes + end - begin,
+        )
+
+
+def ranges_text(parts: tuple[Range, ...]) -> str:
+    """Chunk ranges as people read them: ``0-63,80-127``."""
+    return ",".join(f"{begin}-{end - 1}" for begin, end in parts)

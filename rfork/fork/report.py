@@ -1,0 +1,103 @@
+"""What a fork did: the report that `rfork.fork` returns and every command prints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rfork.seed.seed import Seed
+
+Outcome = Literal["forked", "fallback"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceShare:
+    """What one source gave."""
+
+    source_id: str
+    host: str
+    transport: str
+    verified_chunks: int
+    verified_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForkReport:
+    """How one rank got its weights. Sizes in bytes, times in seconds.
+
+    `seconds` is the whole call; `phases` its parts (capture, plan, transfer, fallback, digest).
+    `bytes_read` counts everything that was asked for, `bytes_repeated` the part of it that had to be
+    asked for again. `reasons` has one line for each failure on the way. `seed` is this process's
+    giving side, still open: close it, or leave it to the end of the process.
+    """
+
+    fork_id: str
+    instance_id: str
+    model: str
+    outcome: Outcome
+    layout_id: str
+    weights_id: str
+    image_bytes: int
+    chunks: int
+    chunks_verified: int
+    seconds: float
+    phases: dict[str, float]
+    bytes_read: int = 0
+    bytes_repeated: int = 0
+    replans: int = 0
+    sources: tuple[SourceShare, ...] = ()
+    fallback: str | None = None
+    reasons: tuple[str, ...] = ()
+    seed: Seed | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def gb_per_s(self) -> float:
+        """Image bytes over the seconds of the transfer phase, in GB/s; 0 where nothing was transferred."""
+        transfer = self.phases.get("transfer", 0.0)
+        return self.image_bytes / transfer / 1e9 if transfer and self.outcome == "forked" else 0.0
+
+    def to_dict(self) -> dict[str, object]:
+        """All values, ready for JSON (the live `seed` is left out)."""
+        values = {name: getattr(self, name) for name in self.__slots__ if name not in ("seed", "sources")}
+        return {**values, "sources": [asdict(share) for share in self.sources], "gb_per_s": self.gb_per_s}
+
+    def line(self) -> str:
+        """The report on one line, for logs and terminals."""
+        size = f"{self.image_bytes / 1e9:.3f} GB"
+        if self.outcome == "fallback":
+            why = self.reasons[-1] if self.reasons else "no reason given"
+            return f"loaded {size} from {self.fallback} in {self.seconds:.2f} s, because: {why}"
+        givers = ", ".join(
+            f"{share.source_id[:8]}@{share.host} ({share.transport})" for share in self.sources
+        )
+        again = f", {self.bytes_repeated / 1e6:.1f} MB read again" if self.bytes_repeated else ""
+        return (
+            f"forked {size} in {self.seconds:.2f} s ({self.gb_per_s:.2f} GB/s) from {givers}; "
+            f"{self.chunks_verified}/{self.chunks} chunks verified{again}"
+        )
+
+
+class Stopwatch:
+    """Collects the seconds of named phases; a phase entered twice adds up."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.phases: dict[str, float] = {}
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the stopwatch was made."""
+        return time.monotonic() - self.began
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the `with` block as part of phase `name`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - began

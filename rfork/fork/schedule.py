@@ -1,0 +1,117 @@
+"""Which chunk is read next, and from whom: the state of one fork, without threads, clocks or sockets.
+
+The puller holds its lock around every call here. A chunk is in one of these states: verified; in
+flight (one reader fills it); assigned to a source by the newest plan; unassigned (its source failed,
+and a new plan is wanted).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rfork.image import ranges
+from rfork.image.ranges import Range
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One chunk to be read from one source."""
+
+    source_id: str
+    chunk: int
+
+
+class Schedule:
+    """The chunks of one fork; every chunk is read by at most one reader at a time."""
+
+    def __init__(self, chunk_count: int, verified: Iterable[Range] = ()) -> None:
+        self.chunk_count = chunk_count
+        self._verified = set(ranges.indices(verified))
+        self._assigned: dict[int, str] = {}
+        self._in_flight: dict[int, str] = {}
+        self._readable: dict[str, set[int]] = {}
+        self._attempts: dict[int, int] = {}
+
+    def adopt(self, routes: Mapping[str, Iterable[Range]]) -> None:
+        """Follow a new plan: chunk ranges by source. What is in flight stays with its reader."""
+        self._assigned = {
+            chunk: source
+            for source, parts in routes.items()
+            for chunk in ranges.indices(parts)
+            if chunk not in self._verified
+        }
+        for source in routes:
+            self._readable.setdefault(source, set())
+
+    def offer(self, source_id: str, chunks: Iterable[Range]) -> None:
+        """A source says that these chunks can be read from it."""
+        self._readable.setdefault(source_id, set()).update(ranges.indices(chunks))
+
+    def take(self) -> Read | None:
+        """The next read, now in flight; None when no assigned chunk is readable yet.
+
+        The lowest chunk first, so that a chain of relays stays in step, from the source that has the
+        fewest reads under way, so that several sources are drawn on at once.
+        """
+        load: dict[str, int] = {}
+        for source in self._in_flight.values():
+            load[source] = load.get(source, 0) + 1
+        ready = (
+            (load.get(source, 0), chunk, source)
+            for chunk, source in self._assigned.items()
+            if chunk not in self._in_flight and chunk in self._readable.get(source, ())
+        )
+        best = min(ready, default=None)
+        if best is None:
+            return None
+        _, chunk, source = best
+        self._in_flight[chunk] = source
+        self._attempts[chunk] = self._attempts.get(chunk, 0) + 1
+        return Read(source, chunk)
+
+    def verified(self, read: Read) -> None:
+        """The read ended with the right bytes."""
+        self._in_flight.pop(read.chunk, None)
+        self._assigned.pop(read.chunk, None)
+        self._verified.add(read.chunk)
+
+    def dropped(self, read: Read) -> None:
+        """The read ended without the right bytes: the chunk is read again, from whoever it is assigned to."""
+        self._in_flight.pop(read.chunk, None)
+
+    def fail(self, source_id: str) -> None:
+        """Take all chunks back from a source; those in flight are dropped by their readers."""
+        self._assigned = {chunk: source for chunk, source in self._assigned.items() if source != source_id}
+        self._readable.pop(source_id, None)
+
+    def wanted_from(self, source_id: str) -> bool:
+        """Whether the newest plan, or a reader, still needs something of this source."""
+        return source_id in self._assigned.values() or source_id in self._in_flight.values()
+
+    def starved(self, source_id: str) -> bool:
+        """Whether chunks are assigned to this source and none of them can be read or is being read."""
+        readable = self._readable.get(source_id, set())
+        wanted = {chunk for chunk, source in self._assigned.items() if source == source_id}
+        return bool(wanted) and not wanted & readable and source_id not in self._in_flight.values()
+
+    @property
+    def unassigned(self) -> bool:
+        """Whether a chunk is missing that no source is asked for: a new plan is needed."""
+        covered = self._verified | self._assigned.keys() | self._in_flight.keys()
+        return len(covered) < self.chunk_count
+
+    @property
+    def complete(self) -> bool:
+        """Whether every chunk is verified."""
+        return len(self._verified) == self.chunk_count
+
+    @property
+    def in_flight(self) -> int:
+        """How many reads are under way."""
+        return len(self._in_flight)
+
+    @property
+    def repeated(self) -> dict[int, int]:
+        """Chunks that were read more than once, and how many times more."""
+        return {chunk: count - 1 for chunk, count in self._attempts.items() if count > 1}

@@ -1,0 +1,166 @@
+"""Capture: from a module to its image.
+
+The order of an image is canonical: two processes that build the same module get the same layout,
+whatever addresses their allocators chose. It is also the order in which safetensors files are
+written, so that an image can be the data section of one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses import FakeTensor
+from torch.nn.parameter import is_lazy
+
+from rfork.errors import UnsupportedTensor
+from rfork.image.layout import Layout, TensorSpec
+from rfork.image.memory import Image
+from rfork.image.strides import contiguous_stride, span_of
+from rfork.image.walk import named_tensors
+
+WIDEST_ALIGNMENT = 16
+DEVICES = frozenset({"cpu", "cuda"})
+
+
+def capture(module: nn.Module, *, exclude: Sequence[str] = ()) -> Image:
+    """The image of every tensor `module` serves with, less those whose name matches a pattern of `exclude`.
+
+    Patterns are those of `fnmatch`, as ``*.kv_cache.*``. Which tensors are found, and under what
+    names, is said at `rfork.image.walk.named_tensors`. Copies nothing: the image's bytes are the
+    tensors' own. A tensor that is replaced later (``parameter.data = …``) is no longer in the image.
+
+    Tensors whose bytes overlap in memory are carried once, as one region, with all bytes between the
+    first and the last of them; so is a tensor with gaps between its rows. A module without tensors
+    gives an empty image.
+
+    Raises UnsupportedTensor, naming the tensor, for one that has no plain bytes in CPU or CUDA memory
+    (meta, fake, sparse, quantized, nested, lazy) or whose values are not its bytes (conjugate and
+    negative views).
+    """
+    # Parameter classes of engines override __torch_function__; only plain tensor properties are asked for.
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        tensors = {
+            name: tensor
+            for name, tensor in named_tensors(module).items()
+            if not any(fnmatchcase(name, pattern) for pattern in exclude)
+        }
+        return image_of(tensors)
+
+
+def image_of(tensors: Mapping[str, torch.Tensor]) -> Image:
+    """The image of named tensors; as `capture`, for tensors that hang on no module."""
+    for name, tensor in tensors.items():
+        if reason := _why_not(tensor):
+            raise UnsupportedTensor(name, reason)
+    regions = sorted(_regions(tensors), key=lambda region: region.order)
+    specs: list[TensorSpec] = []
+    offset = 0
+    for region in regions:
+        for name in region.names:
+            specs.append(_spec(name, tensors[name], offset + tensors[name].data_ptr() - region.begin))
+        offset += region.end - region.begin
+    specs += [_spec(name, tensor, 0) for name, tensor in tensors.items() if tensor.numel() == 0]
+    specs.sort(key=lambda spec: (spec.offset, natural(spec.name)))
+    return Image(Layout(tuple(specs), offset), [_bytes_of(region, tensors) for region in regions])
+
+
+def natural(name: str) -> tuple[tuple[str | int, ...], str]:
+    """The key that sorts numbers in names by value: ``layers.2`` before ``layers.10``."""
+    parts = re.split(r"([0-9]+)", name)
+    return tuple(int(part) if index % 2 else part for index, part in enumerate(parts)), name
+
+
+def alignment_of(itemsize: int, length: int) -> int:
+    """The alignment, in bytes, of a region: the largest power of two that divides its length, at most
+    the widest item's size (and at most 16). Regions sorted by it, widest first, need no padding.
+    """
+    alignment = min(itemsize & -itemsize, WIDEST_ALIGNMENT)
+    while length % alignment:
+        alignment //= 2
+    return alignment
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """Memory `[begin, end)` of tensors whose bytes overlap; their names, naturally sorted."""
+
+    begin: int
+    end: int
+    itemsize: int
+    names: tuple[str, ...]
+
+    @property
+    def order(self) -> tuple[int, tuple[tuple[str | int, ...], str]]:
+        return -alignment_of(self.itemsize, self.end - self.begin), natural(self.names[0])
+
+
+def _regions(tensors: Mapping[str, torch.Tensor]) -> list[_Region]:
+    """One region for each set of tensors that overlap in memory; neighbours that only touch are two."""
+    spans = sorted(
+        (str(tensor.device), tensor.data_ptr(), _length(tensor), name)
+        for name, tensor in tensors.items()
+        if tensor.numel()
+    )
+    groups: list[list[str]] = []
+    bounds: list[tuple[str, int, int]] = []
+    for device, begin, length, name in spans:
+        if bounds and bounds[-1][0] == device and begin < bounds[-1][2]:
+            groups[-1].append(name)
+            bounds[-1] = (device, bounds[-1][1], max(bounds[-1][2], begin + length))
+        else:
+            groups.append([name])
+            bounds.append((device, begin, begin + length))
+    return [
+        _Region(begin, end, max(tensors[name].itemsize for name in names), tuple(sorted(names, key=natural)))
+        for names, (_, begin, end) in zip(groups, bounds, strict=True)
+    ]
+
+
+def _bytes_of(region: _Region, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The region's memory as a uint8 tensor that keeps its storage alive."""
+    for name in region.names:
+        storage = tensors[name].untyped_storage()
+        begin = region.begin - storage.data_ptr()
+        if begin >= 0 and region.end <= storage.data_ptr() + storage.nbytes():
+            memory = torch.empty(0, dtype=torch.uint8, device=tensors[name].device)
+            return memory.set_(storage, begin, (region.end - region.begin,), (1,))
+    raise UnsupportedTensor(region.names[0], f"overlaps {region.names[-1]!r}, which lies in another storage")
+
+
+def _spec(name: str, tensor: torch.Tensor, offset: int) -> TensorSpec:
+    shape = tuple(tensor.shape)
+    # Strides of dimensions with one element mean nothing; two loaders may well disagree on them.
+    stride = contiguous_stride(shape) if tensor.is_contiguous() else tuple(tensor.stride())
+    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), shape, stride, offset)
+
+
+def _length(tensor: torch.Tensor) -> int:
+    return span_of(tensor.shape, tensor.stride(), tensor.itemsize)
+
+
+def _why_not(tensor: torch.Tensor) -> str | None:
+    """Why a tensor cannot be carried, or None."""
+    if is_lazy(tensor):
+        return "it is lazy and not initialised yet: run the module once"
+    if isinstance(tensor, FakeTensor) or is_functorch_wrapped_tensor(tensor):
+        return "it is a stand-in of a tracer or transform, without bytes"
+    if tensor.is_nested:
+        return "it is nested"
+    if tensor.layout != torch.strided:
+        return f"its layout is {tensor.layout}, not strided"
+    if tensor.device.type not in DEVICES:
+        return f"it lies on device {tensor.device}, not in CPU or CUDA memory"
+    if tensor.is_quantized:
+        return "it is a quantized wrapper: carry its integer values and scales instead"
+    if tensor.is_conj() or tensor.is_neg():
+        return "it is a conjugate or negative view: resolve it first (resolve_conj, resolve_neg)"
+    needed = tensor.storage_offset() * tensor.itemsize + _length(tensor)
+    if tensor.numel() and tensor.untyped_storage().nbytes() < needed:
+        return f"its storage has {tensor.untyped_storage().nbytes()} bytes, it needs {needed}"
+    return None

@@ -1,0 +1,145 @@
+"""The header of a safetensors file whose data section is an image.
+
+With it in front, the bytes of an image are a file that every safetensors tool reads, and chunk
+`[a, b)` is file range `[header + a, header + b)`. Format: https://github.com/huggingface/safetensors.
+
+What safetensors cannot say (strides, aliases, small and packed types) is kept in ``__metadata__``:
+``rfork.layout`` is the whole layout as JSON, ``rfork.weights_id`` the weights_id, and each exact alias
+has an entry ``alias: kept name``, as `safetensors.torch.save_model` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from pydantic import JsonValue, TypeAdapter, ValidationError
+
+from rfork.errors import StorageError
+from rfork.image.arena import dtype_of
+from rfork.image.layout import Layout, TensorSpec
+from rfork.image.strides import contiguous_stride, span_of
+
+ALIGNMENT = 4096
+"""The data section starts at a multiple of this, by spaces after the JSON: a page, so that it can be
+mapped with its tensors aligned, and read and written with O_DIRECT, one chunk a page-aligned range."""
+
+LONGEST_HEADER = 100_000_000
+"""safetensors readers refuse longer ones."""
+
+LAYOUT_KEY, WEIGHTS_KEY = "rfork.layout", "rfork.weights_id"
+
+DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+    "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+"""Types that every reader since safetensors 0.4 knows."""
+
+_Spec = tuple[str, str, tuple[int, ...], tuple[int, ...], int]
+_layout_json: TypeAdapter[tuple[int, tuple[_Spec, ...]]] = TypeAdapter(tuple[int, tuple[_Spec, ...]])
+_header_json: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
+
+
+def header(layout: Layout, weights_id: str | None = None) -> bytes:
+    """The 8-byte length and the JSON header; its own length is a multiple of 4096.
+
+    A region that one contiguous tensor of a safetensors type covers is an entry with that tensor's
+    name, type and shape; any other region is plain bytes (U8) under the name of its first tensor.
+
+    Raises StorageError when the header would be longer than safetensors allows.
+    """
+    metadata = {"format": "pt", LAYOUT_KEY: _dump(layout)}
+    if weights_id is not None:
+        metadata[WEIGHTS_KEY] = weights_id
+    entries: dict[str, JsonValue] = {}
+    for begin, end, specs in _regions(layout):
+        name, kind, shape = specs[0].name, "U8", [end - begin]
+        kept = next((spec for spec in specs if _is_plain(spec, end - begin)), None)
+        if kept is not None:
+            name, kind, shape = kept.name, DTYPES[kept.dtype], list(kept.shape)
+            for spec in specs:
+                if spec.name != name and replace(spec, name=name) == kept:
+                    metadata.setdefault(spec.name, name)
+        entries[name] = {"dtype": kind, "shape": [*shape], "data_offsets": [begin, end]}
+    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    padded = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
+    if padded > LONGEST_HEADER:
+        raise StorageError(f"a safetensors header of {padded} bytes; readers take {LONGEST_HEADER} at most")
+    return struct.pack("<Q", padded) + text.ljust(padded)
+
+
+def header_length(prefix: bytes) -> int:
+    """The length of the whole header (where the data section starts), from a file's first 8 bytes.
+
+    Raises StorageError when they are not the start of a safetensors file.
+    """
+    if len(prefix) < 8:
+        raise StorageError(f"not a safetensors file: it has {len(prefix)} bytes")
+    (length,) = struct.unpack_from("<Q", prefix)
+    if not 2 <= length <= LONGEST_HEADER:
+        raise StorageError(f"not a safetensors file: a header of {length} bytes")
+    return 8 + int(length)
+
+
+def layout_of(header: bytes) -> Layout:
+    """The layout that `header` was made of. Raises StorageError when it holds none, or is cut short."""
+    text = _metadata(header).get(LAYOUT_KEY)
+    if not isinstance(text, str):
+        raise StorageError("a safetensors file, but not a snapshot of an image: it has no rfork.layout")
+    try:
+        image_bytes, specs = _layout_json.validate_json(text, strict=False)
+    except ValidationError as error:
+        raise StorageError(f"the snapshot's layout cannot be read: {error.errors()[0]['msg']}") from None
+    return Layout(tuple(TensorSpec(*spec) for spec in specs), image_bytes)
+
+
+def weights_id_of(header: bytes) -> str | None:
+    """The weights_id that the header names, if it names one."""
+    value = _metadata(header).get(WEIGHTS_KEY)
+    return value if isinstance(value, str) else None
+
+
+def _metadata(header: bytes) -> dict[str, JsonValue]:
+    length = header_length(header)
+    if len(header) < length:
+        raise StorageError(f"the safetensors header is cut short: {len(header)} of {length} bytes")
+    try:
+        entries = _header_json.validate_json(header[8:length])
+    except ValidationError as error:
+        raise StorageError(f"the safetensors header cannot be read: {error.errors()[0]['msg']}") from None
+    metadata = entries.get("__metadata__")
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _dump(layout: Layout) -> str:
+    specs = [(spec.name, spec.dtype, spec.shape, spec.stride, spec.offset) for spec in layout.tensors]
+    return json.dumps((layout.image_bytes, specs), separators=(",", ":"))
+
+
+def _regions(layout: Layout) -> Iterator[tuple[int, int, Sequence[TensorSpec]]]:
+    """Begin, end and specs (first name first) of each set of specs that overlap; each empty one alone."""
+    group: list[TensorSpec] = []
+    begin = end = 0
+    for spec in layout.tensors:
+        length = span_of(spec.shape, spec.stride, dtype_of(spec).itemsize)
+        if length == 0:
+            yield spec.offset, spec.offset, [spec]
+        elif spec.offset < end:
+            group.append(spec)
+            end = max(end, spec.offset + length)
+        else:
+            if group:
+                yield begin, end, group
+            group, begin, end = [spec], spec.offset, spec.offset + length
+    if group:
+        yield begin, end, group
+
+
+def _is_plain(spec: TensorSpec, length: int) -> bool:
+    """Whether a spec is all of a region of `length` bytes, contiguous, and of a safetensors type."""
+    whole = span_of(spec.shape, spec.stride, dtype_of(spec).itemsize) == length
+    return whole and spec.dtype in DTYPES and spec.stride == contiguous_stride(spec.shape)

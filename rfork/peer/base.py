@@ -1,0 +1,55 @@
+"""The peer seam: what a target asks of one source before and while it reads. Runs on the target.
+
+`rfork.peer.client` speaks gRPC; `rfork.peer.memory` calls a seed in the same process, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from rfork.image.layout import Layout
+from rfork.image.manifest import Manifest
+from rfork.image.ranges import Range
+from rfork.transport.base import Endpoint, TokenSource
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a source said: the chunks that became readable; none in a keep-alive."""
+
+    chunks: tuple[Range, ...]
+    draining: bool
+
+
+class Peer(Protocol):
+    """One source's peer service; thread-safe. `deadline`s are `time.monotonic()` values.
+
+    Every method raises SourceGone, SourceStalled, SourceBusy, SourceChanged, SourceCorrupt,
+    LayoutMismatch or LeaseRefused.
+    """
+
+    def manifest(self, own: Layout, deadline: float) -> Manifest:
+        """The source's manifest, for an image of the target's `own` layout."""
+        ...
+
+    def full_manifest(self, deadline: float) -> Manifest:
+        """The source's manifest with all its tensors, whatever their layout."""
+        ...
+
+    def open(self, layout_id: str, transports: tuple[str, ...], deadline: float) -> tuple[str, Endpoint]:
+        """Take a reader's place; returns the channel's id and how to read."""
+        ...
+
+    def watch(self, channel_id: str, keep_alive_s: float) -> Iterator[Progress]:
+        """What the source can give, as it says it; ends when the channel is closed on either side."""
+        ...
+
+    def close(self) -> None:
+        """Drop the connection; the source gives the place to others. Ends a `watch` under way."""
+        ...
+
+
+Dial = Callable[[str, TokenSource], Peer]
+"""Reaches the peer service at an address (host:port), showing tokens from the token source."""

@@ -1,0 +1,101 @@
+"""Calls to the peer service of one source. Runs on the target."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import grpc
+
+from rfork.image.layout import Layout
+from rfork.image.manifest import Manifest
+from rfork.peer import codec
+from rfork.peer.base import Progress
+from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
+from rfork.settings import TlsSettings
+from rfork.transport.base import Endpoint, TokenSource
+
+Answer = TypeVar("Answer")
+
+
+class PeerClient:
+    """One source's peer service over gRPC; see `rfork.peer.base.Peer`. Thread-safe."""
+
+    def __init__(self, address: str, token: TokenSource, tls: TlsSettings) -> None:
+        self.address = address
+        self._token = token
+        options = [
+            ("grpc.max_receive_message_length", -1),
+            # Each source's channel is its own connection: closing one must not touch another fork.
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_retries", 0),
+        ]
+        credentials = channel_credentials(tls)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, options)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, options)
+        self._stub = peer_pb2_grpc.PeerStub(self._channel)
+
+    def manifest(self, own: Layout, deadline: float) -> Manifest:
+        """See `Peer.manifest`."""
+        return self._manifest(own, include_tensors=False, deadline=deadline)
+
+    def full_manifest(self, deadline: float) -> Manifest:
+        """See `Peer.full_manifest`."""
+        return self._manifest(None, include_tensors=True, deadline=deadline)
+
+    def _manifest(self, own: Layout | None, *, include_tensors: bool, deadline: float) -> Manifest:
+        request = peer_pb2.GetManifestRequest(include_tensors=include_tensors)
+        return self._call(
+            lambda: codec.manifest_from(
+                self._stub.GetManifest(request, timeout=_left(deadline), metadata=self._metadata()), own
+            )
+        )
+
+    def open(self, layout_id: str, transports: tuple[str, ...], deadline: float) -> tuple[str, Endpoint]:
+        """See `Peer.open`."""
+        request = peer_pb2.OpenChannelRequest(layout_id=layout_id, transports=transports)
+        message = self._call(
+            lambda: self._stub.OpenChannel(request, timeout=_left(deadline), metadata=self._metadata())
+        )
+        return message.channel_id, codec.endpoint_of(message)
+
+    def watch(self, channel_id: str, keep_alive_s: float) -> Iterator[Progress]:
+        """See `Peer.watch`."""
+        request = peer_pb2.WatchProgressRequest(
+            channel_id=channel_id, keep_alive_ms=round(keep_alive_s * 1000)
+        )
+        try:
+            for message in self._stub.WatchProgress(request, metadata=self._metadata()):
+                yield Progress(tuple((part.begin, part.end) for part in message.chunks), message.draining)
+        except (grpc.RpcError, ValueError) as error:  # ValueError: `close` came first
+            raise codec.error_of(error, self.address) from None
+
+    def close(self) -> None:
+        """See `Peer.close`."""
+        self._channel.close()
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer {self._token()}"),)
+
+    def _call(self, call: Callable[[], Answer]) -> Answer:
+        try:
+            return call()
+        except (grpc.RpcError, ValueError) as error:
+            raise codec.error_of(error, self.address) from None
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
+
+
+def channel_credentials(tls: TlsSettings) -> grpc.ChannelCredentials | None:
+    """Credentials for a gRPC client; None where TLS is off."""
+    if not tls.enabled:
+        return None
+    authorities = tls.ca.read_bytes() if tls.ca is not None else None
+    key = tls.key.read_bytes() if tls.key is not None else None
+    certificate = tls.certificate.read_bytes() if tls.certificate is not None else None
+    return grpc.ssl_channel_credentials(authorities, key, certificate)

@@ -1,0 +1,147 @@
+"""Between rfork's values and the messages and status codes of ``peer.proto``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import grpc
+
+from rfork.errors import (
+    LayoutMismatch,
+    LeaseRefused,
+    RforkError,
+    SourceBusy,
+    SourceChanged,
+    SourceCorrupt,
+    SourceGone,
+    SourceStalled,
+)
+from rfork.image.layout import Layout, TensorSpec
+from rfork.image.manifest import Manifest
+from rfork.image.memory import Segment
+from rfork.image.ranges import Range
+from rfork.peer.v1 import peer_pb2
+from rfork.transport.base import Endpoint
+
+TENSORS_A_PART = 2000
+"""Tensor specs in one message: about 200 kB, well under gRPC's default limit of 4 MiB."""
+DIGEST_BYTES = 16
+
+STATUS_OF: dict[type[RforkError], grpc.StatusCode] = {
+    LeaseRefused: grpc.StatusCode.PERMISSION_DENIED,
+    SourceBusy: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    SourceChanged: grpc.StatusCode.ABORTED,
+    LayoutMismatch: grpc.StatusCode.INVALID_ARGUMENT,
+}
+_ERROR_OF: dict[grpc.StatusCode, type[RforkError]] = {
+    **{status: error for error, status in STATUS_OF.items()},
+    grpc.StatusCode.NOT_FOUND: SourceChanged,
+    grpc.StatusCode.FAILED_PRECONDITION: SourceBusy,
+    grpc.StatusCode.DEADLINE_EXCEEDED: SourceStalled,
+}
+
+
+def error_of(error: Exception, address: str) -> RforkError:
+    """What a failed call to the peer at `address` means to the target. Runs on the target."""
+    if not isinstance(error, grpc.Call):
+        return SourceGone(f"{address}: {error}")
+    code = error.code()
+    return _ERROR_OF.get(code, SourceGone)(f"{address}: {error.details() or code}")
+
+
+def manifest_parts(
+    manifest: Manifest, generation: int, *, include_tensors: bool
+) -> Iterator[peer_pb2.GetManifestResponse]:
+    """The manifest as messages, each small: summary, then tensors if asked for, then digests."""
+    layout = manifest.layout
+    yield peer_pb2.GetManifestResponse(
+        summary=peer_pb2.GetManifestResponse.Summary(
+            layout_id=layout.layout_id,
+            weights_id=manifest.weights_id,
+            image_bytes=layout.image_bytes,
+            generation=generation,
+            tensor_count=len(layout.tensors),
+            chunk_count=len(layout.chunks),
+        )
+    )
+    if include_tensors:
+        for begin in range(0, len(layout.tensors), TENSORS_A_PART):
+            yield peer_pb2.GetManifestResponse(
+                tensors=[
+                    peer_pb2.GetManifestResponse.Tensor(
+                        name=spec.name,
+                        dtype=spec.dtype,
+                        shape=spec.shape,
+                        stride=spec.stride,
+                        offset=spec.offset,
+                    )
+                    for spec in layout.tensors[begin : begin + TENSORS_A_PART]
+                ]
+            )
+    yield peer_pb2.GetManifestResponse(digests=b"".join(manifest.digests))
+
+
+def manifest_from(parts: Iterable[peer_pb2.GetManifestResponse], own: Layout | None) -> Manifest:
+    """Put a streamed manifest together; `own` stands in for the tensors when they were not asked for.
+
+    Raises LayoutMismatch (the manifest is of another layout than `own`) or SourceCorrupt (parts
+    that do not fit together).
+    """
+    summary: peer_pb2.GetManifestResponse.Summary | None = None
+    tensors: list[TensorSpec] = []
+    digests = bytearray()
+    for part in parts:
+        if part.HasField("summary"):
+            summary = part.summary
+        tensors.extend(
+            TensorSpec(spec.name, spec.dtype, tuple(spec.shape), tuple(spec.stride), spec.offset)
+            for spec in part.tensors
+        )
+        digests += part.digests
+    if summary is None:
+        raise SourceCorrupt("the manifest came without its summary")
+    layout = Layout(tuple(tensors), summary.image_bytes) if tensors or own is None else own
+    if layout.layout_id != summary.layout_id:
+        if layout is own:
+            raise LayoutMismatch(f"the source's layout is {summary.layout_id}, here it is {own.layout_id}")
+        raise SourceCorrupt("the manifest's tensors do not hash to its layout_id")
+    pieces = tuple(bytes(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES))
+    if len(pieces) != len(layout.chunks) or len(digests) % DIGEST_BYTES:
+        raise SourceCorrupt(f"the manifest has {len(digests)} digest bytes for {len(layout.chunks)} chunks")
+    manifest = Manifest(layout, pieces)
+    if manifest.weights_id != summary.weights_id:
+        raise SourceCorrupt("the manifest's digests do not hash to its weights_id")
+    return manifest
+
+
+def endpoint_message(channel_id: str, endpoint: Endpoint, generation: int) -> peer_pb2.OpenChannelResponse:
+    """The answer to OpenChannel."""
+    return peer_pb2.OpenChannelResponse(
+        channel_id=channel_id,
+        transport=endpoint.transport,
+        parameters=dict(endpoint.parameters),
+        segment_begin=[segment.begin for segment in endpoint.segments],
+        segment_address=[segment.address for segment in endpoint.segments],
+        segment_length=[segment.length for segment in endpoint.segments],
+        generation=generation,
+    )
+
+
+def endpoint_of(message: peer_pb2.OpenChannelResponse) -> Endpoint:
+    """The endpoint in the answer to OpenChannel; raises SourceCorrupt on lists that do not fit."""
+    lists = (message.segment_begin, message.segment_address, message.segment_length)
+    if len({len(numbers) for numbers in lists}) != 1:
+        raise SourceCorrupt("the channel's segment lists differ in length")
+    segments = tuple(Segment(*numbers) for numbers in zip(*lists, strict=True))
+    return Endpoint(message.transport, dict(message.parameters), segments)
+
+
+def progress_message(
+    chunks: Iterable[Range], generation: int, *, draining: bool
+) -> peer_pb2.WatchProgressResponse:
+    """One message of the progress stream."""
+    return peer_pb2.WatchProgressResponse(
+        chunks=[peer_pb2.WatchProgressResponse.Range(begin=begin, end=end) for begin, end in chunks],
+        generation=generation,
+        draining=draining,
+    )

@@ -1,0 +1,96 @@
+"""A peer service without gRPC: calls seeds of the same process. For tests of the receiving side."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+from rfork.errors import SourceGone
+from rfork.image import ranges
+from rfork.image.layout import Layout
+from rfork.image.manifest import Manifest
+from rfork.peer import codec
+from rfork.peer.base import Progress
+from rfork.peer.server import PeerHost
+from rfork.peer.v1 import peer_pb2
+from rfork.transport.base import Endpoint, TokenSource
+
+
+class MemoryPeers:
+    """The peer services of one imagined network, by address."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, PeerHost] = {}
+
+    def serve(self, address: str, host: PeerHost) -> None:
+        """Make `host` reachable at `address`."""
+        self._hosts[address] = host
+
+    def kill(self, address: str) -> None:
+        """The process at `address` dies: it answers nobody any more."""
+        del self._hosts[address]
+
+    def host(self, address: str) -> PeerHost:
+        """Whoever lives at `address`; raises SourceGone."""
+        if address not in self._hosts:
+            raise SourceGone(f"{address}: connection refused")
+        return self._hosts[address]
+
+    def dial(self, address: str, token: TokenSource) -> MemoryPeer:
+        """A `rfork.peer.base.Dial` into this network."""
+        return MemoryPeer(self, address, token)
+
+
+class MemoryPeer:
+    """One source's peer service; see `rfork.peer.base.Peer`."""
+
+    def __init__(self, peers: MemoryPeers, address: str, token: TokenSource) -> None:
+        self._peers = peers
+        self._address = address
+        self._token = token
+        self._events: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def manifest(self, own: Layout, deadline: float) -> Manifest:
+        """See `Peer.manifest`."""
+        return codec.manifest_from(self._parts(include_tensors=False), own)
+
+    def full_manifest(self, deadline: float) -> Manifest:
+        """See `Peer.full_manifest`."""
+        return codec.manifest_from(self._parts(include_tensors=True), None)
+
+    def open(self, layout_id: str, transports: tuple[str, ...], deadline: float) -> tuple[str, Endpoint]:
+        """See `Peer.open`."""
+        host = self._peers.host(self._address)
+        return host.open_channel(host.check(self._token()), layout_id, list(transports))
+
+    def watch(self, channel_id: str, keep_alive_s: float) -> Iterator[Progress]:
+        """See `Peer.watch`."""
+        host = self._peers.host(self._address)
+        fork_id = host.check(self._token())
+        told: tuple[ranges.Range, ...] = ()
+        with host.on_change(lambda: self._events.put(True)):
+            while host.has_channel(channel_id, fork_id):
+                verified = host.board.verified
+                yield Progress(ranges.subtract(verified, told), host.draining)
+                told = verified
+                if not self._wait(keep_alive_s):
+                    break
+                self._peers.host(self._address)
+        host.close_channel(channel_id)
+
+    def close(self) -> None:
+        """See `Peer.close`."""
+        self._events.put(False)
+
+    def _wait(self, timeout: float) -> bool:
+        try:
+            return self._events.get(timeout=timeout)
+        except queue.Empty:
+            return True
+
+    def _parts(self, *, include_tensors: bool) -> Iterator[peer_pb2.GetManifestResponse]:
+        host = self._peers.host(self._address)
+        host.check(self._token())
+        if host.manifest is None:
+            raise SourceGone(f"{self._address}: the relay knows no manifest yet")
+        return codec.manifest_parts(host.manifest, host.generation, include_tensors=include_tensors)

@@ -1,0 +1,1 @@
+"""Generated from proto/rfork/v1/peer.proto by ``make proto``; do not edit."""

@@ -1,0 +1,113 @@
+"""Who may read from this instance: lease tokens and reader places.
+
+Runs on the source. Tokens are checked here without asking the planner: the planner signs them with a
+key that it gives to this instance alone, in the answer to each heartbeat.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+
+from rfork.control.lease import LeaseClaims, verify
+from rfork.errors import LeaseRefused, SourceBusy, SourceChanged
+
+KEYS_KEPT = 2
+"""After the planner changes its secret, tokens signed with the key before it stay good until they expire."""
+
+
+class LeaseBook:
+    """Checks tokens and counts readers; one fork may hold several channels but takes one place.
+
+    `clock` is wall time, in seconds since the epoch, as in the tokens.
+    """
+
+    def __init__(self, source_id: str, max_readers: int, *, clock: Callable[[], float]) -> None:
+        self._source_id = source_id
+        self._max_readers = max_readers
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._keys: tuple[bytes, ...] = ()
+        self._known: dict[str, LeaseClaims] = {}
+        self._channels: dict[str, str] = {}  # channel_id -> fork_id
+        self._leased_until: dict[str, float] = {}
+
+    def learn_key(self, key: bytes) -> None:
+        """Take the key that tokens are signed with from now on."""
+        with self._lock:
+            if key not in self._keys[:1]:
+                self._keys = (key, *self._keys)[:KEYS_KEPT]
+                self._known.clear()
+
+    def check(self, token: str, generation: int) -> LeaseClaims:
+        """The claims of a good token.
+
+        Raises LeaseRefused (none, expired, forged, for another source) or SourceChanged (leased
+        for another generation of the weights).
+        """
+        claims = self._known.get(token)
+        if claims is None:
+            claims = self._verify(token)
+        elif claims.expires_at <= self._clock():
+            with self._lock:
+                self._known.pop(token, None)
+            raise LeaseRefused("the lease has expired", hint="ask the planner for a new one")
+        if claims.generation != generation:
+            raise SourceChanged(
+                f"the lease is for generation {claims.generation} of the weights, here is {generation}"
+            )
+        return claims
+
+    def _verify(self, token: str) -> LeaseClaims:
+        if not token:
+            raise LeaseRefused(
+                "no lease token", hint="send 'Authorization: Bearer TOKEN' from the planner's plan"
+            )
+        if not self._keys:
+            raise LeaseRefused("this instance has not reached its planner yet, so it cannot check leases")
+        claims = verify(token, self._keys, source_id=self._source_id)
+        with self._lock:
+            now = self._clock()
+            self._known = {text: known for text, known in self._known.items() if known.expires_at > now}
+            self._known[token] = claims
+            self._leased_until[claims.fork_id] = max(
+                claims.expires_at, self._leased_until.get(claims.fork_id, 0.0)
+            )
+        return claims
+
+    def open(self, fork_id: str) -> str:
+        """Give a reader a place; returns the channel's id, or raises SourceBusy when all are taken."""
+        with self._lock:
+            self._drop_expired()
+            readers = set(self._channels.values())
+            if fork_id not in readers and len(readers) >= self._max_readers:
+                raise SourceBusy(f"all {self._max_readers} reader places are taken")
+            channel_id = secrets.token_hex(8)
+            self._channels[channel_id] = fork_id
+            return channel_id
+
+    def holds(self, channel_id: str, fork_id: str) -> bool:
+        """Whether this fork holds an open channel of this id."""
+        with self._lock:
+            return self._channels.get(channel_id) == fork_id
+
+    def close(self, channel_id: str) -> None:
+        """Take a place back; one that is gone is no error."""
+        with self._lock:
+            self._channels.pop(channel_id, None)
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """The forks that hold a place."""
+        with self._lock:
+            self._drop_expired()
+            return tuple(sorted(set(self._channels.values())))
+
+    def _drop_expired(self) -> None:
+        # A reader that died without closing keeps its place no longer than its lease.
+        now = self._clock()
+        self._leased_until = {fork: until for fork, until in self._leased_until.items() if until > now}
+        self._channels = {
+            channel_id: fork for channel_id, fork in self._channels.items() if fork in self._leased_until
+        }

@@ -1,0 +1,291 @@
+"""A seed: this process as a source of its image, complete or, as a relay, still receiving.
+
+It puts together what giving needs: the exporters of each transport, the peer service that hands out
+channels, the lease book and the governor that guard both, and the heartbeat that tells the planner.
+Everything here runs on the source.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+from uuid import uuid4
+
+import structlog
+
+from rfork.control.client import PlannerClient
+from rfork.control.heartbeat import Heartbeat
+from rfork.errors import LayoutMismatch, SourceBusy, SourceChanged
+from rfork.image.board import ChunkBoard
+from rfork.image.manifest import Manifest
+from rfork.image.memory import Image
+from rfork.peer.server import PeerServer
+from rfork.seed.governor import Governor
+from rfork.seed.leases import LeaseBook
+from rfork.settings import Settings
+from rfork.transport.base import Endpoint, Exporter, Transport
+from rfork.wire import InstanceAck, InstanceReport, InstanceState, Placement, Rank
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who an instance is to the planner: one rank of one model in one process."""
+
+    model: str
+    rank: Rank = field(default_factory=Rank)
+    instance_id: str = field(default_factory=lambda: uuid4().hex)
+
+
+class Seed:
+    """Gives one image to whoever holds a lease. Use as a context manager, or `start` and `close`.
+
+    `manifest` is None for a relay until its own source has told it (`learn`). Implements the
+    transports' `Gate` and the peer service's `PeerHost`.
+    """
+
+    def __init__(
+        self,
+        image: Image,
+        identity: Identity,
+        settings: Settings,
+        transports: list[Transport],
+        *,
+        board: ChunkBoard | None = None,
+        manifest: Manifest | None = None,
+        planner: PlannerClient | None = None,
+    ) -> None:
+        self.image = image
+        self.identity = identity
+        self.settings = settings
+        self.board = board or ChunkBoard.full(image.layout.chunks)
+        self.generation = 0
+        self.given_bytes = 0
+        self._manifest = manifest
+        self._state: InstanceState = "serving" if self.board.complete and manifest else "loading"
+        self._transports = transports
+        self._exporters: dict[str, Exporter] = {}
+        self._leases = LeaseBook(identity.instance_id, settings.max_readers, clock=time.time)
+        self._governor = Governor(settings.egress_rate)
+        self._listeners: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._acknowledged = threading.Event()
+        self._peer: PeerServer | None = None
+        self._heartbeat = Heartbeat(planner, self.report, self._on_ack) if planner is not None else None
+
+    # -- life -----------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Open the exporters and the peer service, then begin to report to the planner."""
+        try:
+            for transport in self._transports:
+                self._exporters[transport.name] = transport.export(self.image, self)
+            self._peer = PeerServer(self, self.settings)
+            self._peer.start()
+        except BaseException:
+            self._close_servers()
+            raise
+        self.board.subscribe(self._tell)
+        if self._heartbeat is not None:
+            self._heartbeat.start()
+        return self
+
+    def learn(self, manifest: Manifest) -> None:
+        """A relay learnt what its image must hold: from now on it can give what it has verified."""
+        if manifest.layout.layout_id != self.image.layout.layout_id:
+            raise LayoutMismatch("the manifest is of another layout than the image")
+        self._manifest = manifest
+        self._tell()
+        self.poke()
+
+    def serve(self) -> None:
+        """The image is whole and the engine is ready: be a seed."""
+        self._state = "serving"
+        self._tell()
+        self.poke()
+
+    def fence(self) -> None:
+        """The weights are about to change: give nothing, and cut whoever reads the old ones."""
+        self.generation += 1
+        self._manifest = None
+        self._state = "loading"
+        self.board.clear()
+        self._tell()
+        self.poke()
+
+    def poke(self) -> None:
+        """Tell the planner now instead of at the next heartbeat."""
+        if self._heartbeat is not None:
+            self._heartbeat.poke()
+
+    def wait_acknowledged(self, timeout: float) -> bool:
+        """Block until the planner has answered a report for the first time; whether it has."""
+        return self._acknowledged.wait(timeout)
+
+    def drain(self, timeout: float) -> bool:
+        """Take no new readers, and wait for those there are; whether all have finished."""
+        self._state = "draining"
+        self._tell()
+        self.poke()
+        deadline = time.monotonic() + timeout
+        done = threading.Event()
+        with self.on_change(done.set):
+            while self._leases.readers:
+                done.clear()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                # Leases that expire make no event, so look again at least once a second.
+                done.wait(min(left, 1.0))
+        return True
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Drain for at most `drain_s` seconds, leave the planner's books, and stop giving."""
+        if drain_s > 0:
+            self.drain(drain_s)
+        if self._heartbeat is not None:
+            self._heartbeat.stop(remove=True)
+        self._governor.close()
+        self._close_servers()
+
+    def _close_servers(self) -> None:
+        if self._peer is not None:
+            self._peer.stop()
+            self._peer = None
+        for exporter in self._exporters.values():
+            exporter.close()
+        self._exporters.clear()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(self.settings.drain_s if kind is None else 0.0)
+
+    # -- Gate: what the exporters ask --------------------------------------------------------------
+
+    def admit(self, token: str, begin: int, end: int) -> str:
+        """See `rfork.transport.base.Gate.admit`."""
+        claims = self._leases.check(token, self.generation)
+        if not self.board.holds(begin, end):
+            raise SourceBusy(f"bytes {begin}-{end} are not verified here yet")
+        return claims.fork_id
+
+    def throttle(self, nbytes: int) -> None:
+        """See `rfork.transport.base.Gate.throttle`."""
+        with self._lock:
+            self.given_bytes += nbytes
+        self._governor.throttle(nbytes)
+
+    def etag(self) -> str:
+        """See `rfork.transport.base.Gate.etag`."""
+        return f"{self.identity.instance_id}-{self.generation}"
+
+    # -- PeerHost: what the peer service asks --------------------------------------------------------
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """What the image holds; None while a relay has not learnt it."""
+        return self._manifest
+
+    @property
+    def draining(self) -> bool:
+        """Whether it takes no new readers."""
+        return self._state == "draining"
+
+    def check(self, token: str) -> str:
+        """The fork_id a token was leased to; raises as `Gate.admit` does."""
+        return self._leases.check(token, self.generation).fork_id
+
+    def open_channel(self, fork_id: str, layout_id: str, transports: list[str]) -> tuple[str, Endpoint]:
+        """Give a reader a place and an endpoint of the first transport that both sides have."""
+        if layout_id != self.image.layout.layout_id:
+            raise LayoutMismatch(f"the source's layout is {self.image.layout.layout_id}, not {layout_id}")
+        if self.draining:
+            raise SourceBusy("the source is draining")
+        for name in transports:
+            if name in self._exporters:
+                endpoint = self._exporters[name].endpoint()
+                return self._leases.open(fork_id), endpoint
+        raise SourceChanged(f"the source offers {sorted(self._exporters)}, not {transports}")
+
+    def has_channel(self, channel_id: str, fork_id: str) -> bool:
+        """Whether this fork holds an open channel of this id."""
+        return self._leases.holds(channel_id, fork_id)
+
+    def close_channel(self, channel_id: str) -> None:
+        """Take a reader's place back."""
+        self._leases.close(channel_id)
+        self._tell()
+
+    def on_change(self, listener: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """Call `listener` after each change of board, manifest, state or readers, on any thread."""
+
+        @contextlib.contextmanager
+        def subscribed() -> Iterator[None]:
+            with self._lock:
+                self._listeners.append(listener)
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._listeners.remove(listener)
+
+        return subscribed()
+
+    def _tell(self) -> None:
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()
+
+    # -- the planner ---------------------------------------------------------------------------------
+
+    def report(self) -> InstanceReport:
+        """All that the planner needs to know of this instance."""
+        layout = self.image.layout
+        peer = self._peer
+        return InstanceReport(
+            instance_id=self.identity.instance_id,
+            model=self.identity.model,
+            rank=self.identity.rank,
+            layout_id=layout.layout_id,
+            weights_id=self._manifest.weights_id if self._manifest is not None else None,
+            generation=self.generation,
+            image_bytes=layout.image_bytes,
+            chunk_count=len(layout.chunks),
+            state=self._state,
+            verified=self.board.verified,
+            address=peer.address if peer is not None else "closed:0",
+            transports=tuple(self._exporters),
+            placement=Placement(host=self.settings.host, rack=self.settings.rack, zone=self.settings.zone),
+            max_readers=self.settings.max_readers,
+            egress_rate=self.settings.egress_rate,
+            readers=self._leases.readers,
+        )
+
+    def _on_ack(self, ack: InstanceAck) -> None:
+        self._leases.learn_key(base64.urlsafe_b64decode(ack.lease_key))
+        self._acknowledged.set()
+
+
+def seal(image: Image) -> Manifest:
+    """Digest an image that is whole; logs how long it took."""
+    began = time.monotonic()
+    manifest = image.manifest()
+    log.info(
+        "digested",
+        gigabytes=round(image.layout.image_bytes / 1e9, 3),
+        seconds=round(time.monotonic() - began, 3),
+        weights_id=manifest.weights_id,
+    )
+    return manifest

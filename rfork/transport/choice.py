@@ -1,0 +1,101 @@
+"""Which transports an instance uses, best first, and why: the one table that names them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rfork.errors import SettingsError
+from rfork.settings import Settings
+from rfork.transport.base import Availability, Transport
+from rfork.transport.http import HttpTransport
+from rfork.transport.transfer_engine import TransferEngineTransport
+
+Table = Mapping[str, Callable[[Settings], Transport]]
+
+TRANSPORTS: Table = {
+    "transfer_engine": TransferEngineTransport,
+    "http": HttpTransport,
+}
+"""Every transport by its name in settings, best first."""
+
+AUTOMATIC = ("transfer_engine", "http")
+"""What is tried where `RFORK_TRANSPORTS` says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One row of what `rfork doctor` explains: a transport, whether it will be used, and why (not)."""
+
+    name: str
+    used: bool
+    place: int | None
+    reason: str
+    hint: str = ""
+
+
+def choose(settings: Settings, table: Table = TRANSPORTS) -> list[Transport]:
+    """The transports to offer and to accept, best first.
+
+    With `settings.transports` exactly those, in that order; else each of `AUTOMATIC` that can run here.
+    Raises SettingsError when one that was asked for is unknown, named twice or cannot run here, and
+    when none is left.
+    """
+    if settings.transports is not None:
+        return _asked(settings.transports, settings, table)
+    usable = [
+        transport
+        for transport in (table[name](settings) for name in AUTOMATIC if name in table)
+        if transport.availability().usable
+    ]
+    if not usable:
+        raise SettingsError("no transport can run here", hint="rfork doctor says why")
+    return usable
+
+
+def explain(settings: Settings, table: Table = TRANSPORTS) -> list[Choice]:
+    """What `choose` does, row by row, those in use first; never raises."""
+    names = settings.transports if settings.transports is not None else AUTOMATIC
+    rows = [_row(name, settings, table) for name in dict.fromkeys(names)]
+    place = 0
+    chosen: list[Choice] = []
+    for name, available in rows:
+        if available.usable:
+            place += 1
+        chosen.append(
+            Choice(
+                name,
+                available.usable,
+                place if available.usable else None,
+                available.reason,
+                available.hint,
+            )
+        )
+    not_asked = "not asked for (RFORK_TRANSPORTS)" if settings.transports is not None else "only on request"
+    chosen.sort(key=lambda choice: choice.place or len(rows) + 1)
+    return chosen + [Choice(name, False, None, not_asked) for name in table if name not in names]
+
+
+def _asked(names: tuple[str, ...], settings: Settings, table: Table) -> list[Transport]:
+    if not names:
+        raise SettingsError("RFORK_TRANSPORTS: names no transport", hint=f"known: {', '.join(table)}")
+    if len(set(names)) < len(names):
+        raise SettingsError(f"RFORK_TRANSPORTS: names one twice (got {', '.join(names)})")
+    chosen: list[Transport] = []
+    for name in names:
+        if name not in table:
+            raise SettingsError(f"RFORK_TRANSPORTS: no transport {name!r}", hint=f"known: {', '.join(table)}")
+        transport = table[name](settings)
+        available = transport.availability()
+        if not available.usable:
+            raise SettingsError(
+                f"RFORK_TRANSPORTS: {name} cannot be used here: {available.reason}", hint=available.hint
+            )
+        chosen.append(transport)
+    return chosen
+
+
+def _row(name: str, settings: Settings, table: Table) -> tuple[str, Availability]:
+    if name not in table:
+        return name, Availability(False, "unknown", f"known: {', '.join(table)}")
+    return name, table[name](settings).availability()

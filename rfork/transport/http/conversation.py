@@ -1,0 +1,123 @@
+"""One connection to the image server: requests in, answers out. Runs on the source, in its own thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+
+import h11
+
+from rfork.transport.http import fields as http_fields
+from rfork.transport.http.answer import Answer, ImageFile, answer, refusal
+from rfork.transport.http.stream import Stream
+
+LARGEST_HEAD = 16 << 10
+"""Bytes of a request line and its fields together, at most."""
+IDLE_S = 60.0
+"""Seconds a connection that was admitted may rest between two requests."""
+LINGER_S = 1.0
+LINGER_BYTES = 1 << 20
+
+
+class Conversation:
+    """One connection. `stall_s` bounds the handshake, each request's head and each slice of a body.
+
+    `seat` is asked for a place once the gate has admitted a token; False means there is none.
+    """
+
+    def __init__(
+        self, stream: Stream, file: ImageFile, stall_s: float, seat: Callable[[Conversation], bool]
+    ) -> None:
+        self.stream = stream
+        self._file = file
+        self._stall_s = stall_s
+        self._seat = seat
+
+    def run(self) -> None:
+        """Answer requests until one side has had enough.
+
+        Raises OSError when the connection fails or stalls, and what the gate raises when it takes
+        back in mid-body what it had admitted: the reader then gets fewer bytes than it was promised.
+        """
+        self.stream.handshake(self._stall_s)
+        received = b""
+        patience_s = self._stall_s
+        alive = True
+        while alive:
+            try:
+                head = read_head(self.stream, received, patience_s, self._stall_s)
+            except h11.RemoteProtocolError as error:
+                self._send("GET", refusal(HTTPStatus(error.error_status_hint), str(error)), "", alive=False)
+                break
+            if head is None:
+                return
+            request, received = head
+            method, fields = request.method.decode(), http_fields.by_name(request.headers)
+            decided = self._decide(method, request.target.decode(), fields)
+            # The body of a refused request stays unread, so that what follows it cannot be told apart.
+            alive = decided.status is not HTTPStatus.BAD_REQUEST and http_fields.keeps_alive(
+                fields, request.http_version
+            )
+            if decided.admitted:
+                patience_s = IDLE_S
+                if not self._seat(self):
+                    again = ("Retry-After", "1")
+                    decided = refusal(HTTPStatus.SERVICE_UNAVAILABLE, "all places are taken", again)
+                    alive = False
+            self._send(method, decided, http_fields.bearer(fields) or "", alive=alive)
+        self._linger()
+
+    def _decide(self, method: str, target: str, fields: Mapping[str, str]) -> Answer:
+        if "transfer-encoding" in fields or fields.get("content-length", "0") != "0":
+            return refusal(HTTPStatus.BAD_REQUEST, "a request for an image has no body")
+        return answer(method, target, fields, self._file)
+
+    def _send(self, method: str, decided: Answer, token: str, *, alive: bool) -> None:
+        head = decided.head(alive=alive)
+        if method == "HEAD" or decided.begin == decided.end:
+            body = b"" if method == "HEAD" else decided.text
+            self.stream.send([head, body], self._stall_s)
+            return
+        file, data = self._file, len(self._file.header)
+        for begin, end in file.slices(decided.begin, decided.end):
+            file.gate.throttle(end - begin)
+            # Again for each slice: leases end and weights change while a body is under way.
+            file.admit(token, begin, end)
+            with file.image.readable(max(0, begin - data), max(0, end - data)) as views:
+                self.stream.send([head, file.header[begin:end], *views], self._stall_s)
+            head = b""
+
+    def _linger(self) -> None:
+        """Let the last answer arrive: closing with bytes unread would reset the connection under it."""
+        self.stream.end_sending()
+        until = time.monotonic() + LINGER_S
+        left = LINGER_BYTES
+        while left > 0 and (data := self.stream.receive(1 << 16, until - time.monotonic())):
+            left -= len(data)
+
+
+def read_head(
+    stream: Stream, received: bytes, idle_s: float, head_s: float
+) -> tuple[h11.Request, bytes] | None:
+    """Read one request's head: it, and the bytes behind it that came along; None: the client is done.
+
+    Waits `idle_s` seconds for the first byte and from then on `head_s` for the rest, however the
+    client spreads it. Raises TimeoutError or another OSError, and RemoteProtocolError for what is not
+    HTTP or is too large.
+    """
+    parser = h11.Connection(h11.SERVER, max_incomplete_event_size=LARGEST_HEAD)
+    begun = bool(received)
+    until = time.monotonic() + (head_s if begun else idle_s)
+    if begun:
+        parser.receive_data(received)
+    while True:
+        event = parser.next_event()
+        if isinstance(event, h11.Request):
+            return event, parser.trailing_data[0]
+        if event is not h11.NEED_DATA:
+            return None
+        data = stream.receive(4096, until - time.monotonic())
+        if data and not begun:
+            begun, until = True, time.monotonic() + head_s
+        parser.receive_data(data)

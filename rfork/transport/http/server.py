@@ -1,0 +1,179 @@
+"""The source side of the http transport: an HTTP/1.1 server in the seed's process, for one image.
+
+One thread a connection: bytes go out of the tensors' own memory by `sendmsg`, which works without the
+GIL. Who may hold a thread is bounded twice. A connection starts in the *lobby*; once the gate admitted
+a token of it, it has a *place*. A full lobby loses its oldest connection to the newest, so that any
+number of silent strangers keeps no reader out; with all places taken, the next reader is answered 503.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import ssl
+import threading
+
+import h11
+
+from rfork.errors import LeaseRefused, PortInUse, SettingsError, SourceBusy, SourceChanged
+from rfork.transport.base import Endpoint
+from rfork.transport.http.answer import PATH, ImageFile
+from rfork.transport.http.conversation import Conversation
+from rfork.transport.http.stream import PlainStream, Stream, TlsStream
+
+log = logging.getLogger(__name__)
+
+LOBBY = 128
+"""Most connections that have shown no valid token yet."""
+MOST_CONNECTIONS = 256
+"""Most connections that have: forks use a few each."""
+BACKLOG = 1024
+ACCEPT_AGAIN_S = 0.05
+
+
+class HttpExporter:
+    """Serves one image file from construction until `close`.
+
+    `tls` None: plain TCP. `advertise` is the host that readers are told. Raises PortInUse, or
+    SettingsError when this machine has no such address.
+    """
+
+    def __init__(
+        self,
+        file: ImageFile,
+        *,
+        bind: str,
+        port: int,
+        advertise: str,
+        tls: ssl.SSLContext | None,
+        stall_s: float,
+        most_connections: int = MOST_CONNECTIONS,
+    ) -> None:
+        self._file = file
+        self._tls = tls
+        self._stall_s = stall_s
+        self._most_connections = most_connections
+        self._listener = _listen(bind, port)
+        host = f"[{advertise}]" if ":" in advertise else advertise
+        scheme = "http" if tls is None else "https"
+        self._url = f"{scheme}://{host}:{self._listener.getsockname()[1]}{PATH}"
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._lobby: dict[Conversation, None] = {}  # oldest first
+        self._places: set[Conversation] = set()
+        self._threads: set[threading.Thread] = set()
+        self._acceptor = threading.Thread(target=self._accept, name="rfork-http-accept", daemon=True)
+        self._acceptor.start()
+
+    def endpoint(self) -> Endpoint:
+        """The URL, the length of the header in front of the image, and the file's entity tag now."""
+        parameters = {"url": self._url, "data_offset": str(len(self._file.header)), "etag": self._file.etag}
+        return Endpoint("http", parameters)
+
+    def close(self) -> None:
+        """Stop listening, cut every reader, and return once no thread touches the image."""
+        with self._lock:
+            self._closing.set()
+            conversations = [*self._lobby, *self._places]
+            threads = list(self._threads)
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+        except OSError as error:
+            if error.errno not in (errno.ENOTCONN, errno.EBADF):  # closed before
+                raise
+        for conversation in conversations:
+            conversation.stream.cut()
+        self._acceptor.join()
+        for thread in threads:
+            thread.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                connected, _ = self._listener.accept()
+            except OSError as error:
+                if self._closing.is_set():
+                    return
+                # Out of descriptors or memory: make room and go on.
+                log.warning("cannot accept a connection: %s", error)
+                self._evict_to(0)
+                self._closing.wait(ACCEPT_AGAIN_S)
+                continue
+            try:
+                stream = self._stream(connected)
+            except OSError as error:
+                log.debug("a client went before it was served: %s", error)
+                connected.close()
+                continue
+            self._evict_to(LOBBY - 1)
+            self._admit(stream)
+
+    def _stream(self, connected: socket.socket) -> Stream:
+        if self._tls is None:
+            return PlainStream(connected)
+        # The handshake waits for the client, so it is left to the connection's own thread.
+        return TlsStream(self._tls.wrap_socket(connected, server_side=True, do_handshake_on_connect=False))
+
+    def _admit(self, stream: Stream) -> None:
+        """Start a connection's thread; all under the lock, so that `close` sees all of it or nothing."""
+        conversation = Conversation(stream, self._file, self._stall_s, self._seat)
+        thread = threading.Thread(target=self._host, args=(conversation,), name="rfork-http", daemon=True)
+        with self._lock:
+            if self._closing.is_set():
+                stream.close()
+                return
+            try:
+                thread.start()
+            except RuntimeError as error:  # no thread to be had
+                log.warning("cannot serve a connection: %s", error)
+                stream.close()
+                return
+            self._lobby[conversation] = None
+            self._threads.add(thread)
+
+    def _host(self, conversation: Conversation) -> None:
+        try:
+            conversation.run()
+        except (OSError, h11.RemoteProtocolError) as error:
+            log.debug("connection ended: %s", error)
+        except (LeaseRefused, SourceBusy, SourceChanged) as error:
+            log.info("reader cut in mid-body: %s", error)
+        finally:
+            conversation.stream.close()
+            with self._lock:
+                self._lobby.pop(conversation, None)
+                self._places.discard(conversation)
+                self._threads.discard(threading.current_thread())
+
+    def _seat(self, conversation: Conversation) -> bool:
+        """Give a connection of the lobby a place; whether it has one now."""
+        with self._lock:
+            if conversation in self._places:
+                return True
+            if conversation not in self._lobby or len(self._places) >= self._most_connections:
+                return False
+            del self._lobby[conversation]
+            self._places.add(conversation)
+            return True
+
+    def _evict_to(self, most: int) -> None:
+        """Cut the oldest connections of the lobby until it has at most `most`."""
+        with self._lock:
+            evicted = list(self._lobby)[: max(0, len(self._lobby) - most)]
+            for conversation in evicted:
+                del self._lobby[conversation]
+        for conversation in evicted:
+            conversation.stream.cut()
+
+
+def _listen(bind: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        return socket.create_server(address, family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(bind, port, setting="RFORK_HTTP_PORT") from None
+        raise SettingsError(f"RFORK_BIND: cannot listen on {bind}:{port}: {error.strerror}") from None

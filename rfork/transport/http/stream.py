@@ -1,0 +1,238 @@
+"""Bytes between a connected socket and the tensors' memory, scattered over many views, with time limits.
+
+Both sides of the http transport use these. A plain socket moves up to 1024 views (IOV_MAX) in one
+system call and copies nothing in user space; TLS copies as it must, one view at a time.
+
+Timeouts are in seconds. Plain sockets stay in blocking mode with kernel timeouts (SO_RCVTIMEO): with
+MSG_WAITALL one call then fills many views and takes the GIL back once, not once a TCP segment.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+Bytes = bytes | memoryview
+
+MOST_VIEWS = 1024
+"""IOV_MAX on Linux: most views in one sendmsg or recvmsg."""
+TLS_PIECE = 256 << 10
+"""Bytes handed to one TLS write: enough to amortise the call, small enough to stay in the cache."""
+
+
+class Cursor:
+    """A place in a line of views that are filled or sent in order."""
+
+    def __init__(self, views: Sequence[Bytes]) -> None:
+        self._views = [memoryview(view) for view in views if len(view)]
+        self._index = 0
+        self._offset = 0
+        self.done = 0
+        self.left = sum(view.nbytes for view in self._views)
+
+    def window(self, most_bytes: int, most_views: int = MOST_VIEWS) -> list[memoryview]:
+        """The next views, at most this many bytes and views."""
+        window: list[memoryview] = []
+        offset = self._offset
+        for view in self._views[self._index : self._index + most_views]:
+            part = view[offset : offset + most_bytes] if offset or view.nbytes > most_bytes else view
+            window.append(part)
+            most_bytes -= part.nbytes
+            if most_bytes == 0:
+                break
+            offset = 0
+        return window
+
+    def advance(self, count: int) -> None:
+        """Say that the next `count` bytes are done."""
+        self.done += count
+        self.left -= count
+        count += self._offset
+        while self._index < len(self._views) and count >= self._views[self._index].nbytes:
+            count -= self._views[self._index].nbytes
+            self._index += 1
+        self._offset = count
+
+    def put(self, data: bytes) -> None:
+        """Copy `data` in at this place; for the few bytes that came along with a message head."""
+        source = memoryview(data)
+        while source:
+            target = self.window(len(source), 1)[0]
+            target[:] = source[: target.nbytes]
+            source = source[target.nbytes :]
+            self.advance(target.nbytes)
+
+
+class Stream(Protocol):
+    """One connection. One thread uses it at a time; any thread may `cut` it."""
+
+    def handshake(self, timeout: float) -> None:
+        """What comes before the first byte. Raises TimeoutError or another OSError."""
+        ...
+
+    def receive(self, most: int, timeout: float) -> bytes:
+        """Up to `most` bytes; none at the end of the stream. Raises TimeoutError or another OSError."""
+        ...
+
+    def receive_into(self, cursor: Cursor, most: int, timeout: float) -> int:
+        """Fill from the cursor on and advance it: how many bytes, up to `most`, came within `timeout`.
+
+        Returns 0 at the end of the stream. Raises TimeoutError when none came, or another OSError.
+        """
+        ...
+
+    def send(self, views: Sequence[Bytes], timeout: float) -> None:
+        """Send all of it. Raises TimeoutError (the stream is of no use after) or another OSError."""
+        ...
+
+    def end_sending(self) -> None:
+        """Tell the other side that nothing more comes; receiving goes on."""
+        ...
+
+    def cut(self) -> None:
+        """End the connection; a thread blocked on it wakes. Safe from any thread."""
+        ...
+
+    def close(self) -> None:
+        """Give the socket back. Only for the thread that uses the stream."""
+        ...
+
+
+class _SocketStream:
+    """What ending a connection takes, plain or TLS."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connected = connected
+        self._ending = threading.Lock()
+
+    def end_sending(self) -> None:
+        """See `Stream`."""
+        _shut_down(self._connected, socket.SHUT_WR)
+
+    def cut(self) -> None:
+        """See `Stream`."""
+        with self._ending:
+            _shut_down(self._connected, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """See `Stream`."""
+        # Under the lock: a `cut` on its way must not hit the next socket that gets this descriptor.
+        with self._ending:
+            self._connected.close()
+
+
+class PlainStream(_SocketStream):
+    """A `Stream` over plain TCP."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        super().__init__(connected)
+        connected.settimeout(None)
+        self._socket = connected
+        self._limits: dict[int, float] = {}
+
+    def handshake(self, timeout: float) -> None:
+        """Plain TCP needs none."""
+
+    def receive(self, most: int, timeout: float) -> bytes:
+        """See `Stream`."""
+        self._limit(socket.SO_RCVTIMEO, timeout)
+        try:
+            return self._socket.recv(most)
+        except BlockingIOError:
+            raise TimeoutError("nothing came in time") from None
+
+    def receive_into(self, cursor: Cursor, most: int, timeout: float) -> int:
+        """See `Stream`."""
+        self._limit(socket.SO_RCVTIMEO, timeout)
+        try:
+            count = self._socket.recvmsg_into(cursor.window(most), 0, socket.MSG_WAITALL)[0]
+        except BlockingIOError:
+            raise TimeoutError("nothing came in time") from None
+        cursor.advance(count)
+        return count
+
+    def send(self, views: Sequence[Bytes], timeout: float) -> None:
+        """See `Stream`."""
+        cursor = Cursor(views)
+        until = time.monotonic() + timeout
+        while cursor.left:
+            self._limit(socket.SO_SNDTIMEO, until - time.monotonic())
+            try:
+                cursor.advance(self._socket.sendmsg(cursor.window(cursor.left)))
+            except BlockingIOError:
+                raise TimeoutError("the other side does not read") from None
+
+    def _limit(self, option: int, seconds: float) -> None:
+        if seconds <= 0:
+            raise TimeoutError("out of time")
+        if self._limits.get(option) != seconds:
+            # A zero timeval would mean "for ever".
+            whole, micro = divmod(max(1000, math.ceil(seconds * 1e6)), 1_000_000)
+            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", whole, micro))
+            self._limits[option] = seconds
+
+
+class TlsStream(_SocketStream):
+    """A `Stream` over TLS.
+
+    It is ended as a TCP connection, not by SSLSocket's methods: those drop the TLS state at once, and a
+    thread that is in the middle of receiving would go on with ciphertext.
+    """
+
+    def __init__(self, connected: ssl.SSLSocket) -> None:
+        super().__init__(connected)
+        self._socket = connected
+
+    def handshake(self, timeout: float) -> None:
+        """See `Stream`."""
+        self._limit(timeout)
+        self._socket.do_handshake()
+
+    def receive(self, most: int, timeout: float) -> bytes:
+        """See `Stream`."""
+        self._limit(timeout)
+        return self._socket.recv(most)
+
+    def receive_into(self, cursor: Cursor, most: int, timeout: float) -> int:
+        """See `Stream`."""
+        self._limit(timeout)
+        count = self._socket.recv_into(cursor.window(most, 1)[0])
+        cursor.advance(count)
+        return count
+
+    def send(self, views: Sequence[Bytes], timeout: float) -> None:
+        """See `Stream`."""
+        until = time.monotonic() + timeout
+        for piece in _pieces(views, TLS_PIECE):
+            self._limit(until - time.monotonic())
+            self._socket.sendall(piece)
+
+    def _limit(self, seconds: float) -> None:
+        if seconds <= 0:
+            raise TimeoutError("out of time")
+        self._socket.settimeout(seconds)
+
+
+def _shut_down(connected: socket.socket, how: int) -> None:
+    try:
+        socket.socket.shutdown(connected, how)
+    except OSError:
+        # The other side was faster: there is no connection left to end.
+        return
+
+
+def _pieces(views: Sequence[Bytes], size: int) -> Iterator[Bytes]:
+    """The same bytes in pieces of at most `size`; small views are joined, large ones cut."""
+    cursor = Cursor(views)
+    while cursor.left:
+        window = cursor.window(size)
+        piece = window[0] if len(window) == 1 else b"".join(window)
+        yield piece
+        cursor.advance(len(piece))

@@ -1,0 +1,72 @@
+"""The source side: the image's memory registered with an engine of its own."""
+
+from __future__ import annotations
+
+import threading
+
+import structlog
+
+from rfork.errors import SettingsError
+from rfork.image.memory import Image
+from rfork.transport.base import Endpoint
+from rfork.transport.transfer_engine.engine import Engine, Protocol
+
+MOST_AREAS = 10_000
+"""From about 12,000 areas on, the engine's handshake message passes its 1 MiB limit, and every read fails."""
+
+log = structlog.get_logger(__name__)
+
+
+class TransferEngineExporter:
+    """One image, readable by whoever reaches the engine's ports. Runs on the source.
+
+    Reads are one-sided: no code of the source runs for them. So nothing here asks the gate, counts
+    bytes or holds a rate; the lease is checked once, where the address map is handed out (the peer
+    service's OpenChannel). A relay's unverified chunks are readable too: readers rely on
+    WatchProgress for what may be read, and on the digests for what arrived.
+
+    Raises SettingsError when the image lies in too many areas to register, or the engine cannot start.
+    """
+
+    def __init__(self, image: Image, host: str, protocol: Protocol, devices: str) -> None:
+        areas = image.allocations()
+        if len(areas) > MOST_AREAS:
+            raise SettingsError(
+                f"the image lies in {len(areas)} memory areas, transfer_engine takes at most {MOST_AREAS}",
+                hint="use RFORK_TRANSPORTS='[\"http\"]', or load the model into fewer, larger allocations",
+            )
+        self._lock = threading.Lock()
+        self._engine = Engine(host, protocol, devices)
+        try:
+            self._engine.register(areas)
+        except SettingsError:
+            self._engine.close()
+            raise
+        # Also keeps the registered memory alive.
+        self._image: Image | None = image
+        self._endpoint = Endpoint(
+            "transfer_engine",
+            {
+                "session": self._engine.session,
+                "protocol": protocol,
+                # On a device, areas that are near one another may be registered apart.
+                "gather": "yes" if image.device.type == "cpu" else "no",
+            },
+            tuple(image.segments(0, image.layout.image_bytes)),
+        )
+        if protocol == "tcp":
+            log.warning(
+                "transfer_engine over plain TCP: whoever reaches this port reads AND WRITES the weights, "
+                "without a lease; keep it on a network of its own, or unset RFORK_UNGUARDED_TCP",
+                session=self._engine.session,
+            )
+
+    def endpoint(self) -> Endpoint:
+        """The session, and the address of every byte of the image."""
+        return self._endpoint
+
+    def close(self) -> None:
+        """Unregister the memory and take the engine down, reads under way included. Safe to call twice."""
+        with self._lock:
+            self._engine.close()
+            self._image = None

@@ -1,0 +1,135 @@
+"""Which remote reads fill an image range: pure functions over two address maps. Runs on the target.
+
+Reads are one-sided, and each costs 40 to 80 µs whatever its size. So what is adjacent on both sides
+becomes one read; large reads are cut, so that several are in flight; and small pieces that lie near
+one another at the source, but apart here, are read as one area into a staging buffer.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rfork.errors import SourceCorrupt
+from rfork.image.memory import Segment
+
+MIB = 1 << 20
+REQUEST_BYTES = 16 * MIB
+"""Most bytes of one read: 16 to 64 MiB are equally fast, and a small one ends sooner when it must."""
+
+STAGING_BYTES = 8 * MIB
+"""Most bytes of one staged read."""
+
+DIRECT_BYTES = 512 * 1024
+"""Pieces from this size go straight to their place: a read of their own costs less than a second copy."""
+
+NEAR_BYTES = 4096
+"""Gaps below this (a page) lie inside one registered area: `Image.allocations` merges over them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of bytes that is one run of memory on both sides: remote and local address, length."""
+
+    remote: int
+    local: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One read of `length` bytes at `remote`.
+
+    Without `pieces` it goes to address `local`; with them it goes to a staging buffer, from where
+    each piece is copied to its own place.
+    """
+
+    remote: int
+    length: int
+    local: int = 0
+    pieces: tuple[Piece, ...] = ()
+
+
+class AddressMap:
+    """The source's memory as its endpoint tells it: segments that cover the whole image, in order.
+
+    Raises SourceCorrupt when they do not.
+    """
+
+    def __init__(self, segments: Sequence[Segment], image_bytes: int) -> None:
+        end = 0
+        for segment in segments:
+            if segment.begin != end or segment.length <= 0 or segment.address <= 0:
+                raise SourceCorrupt(f"the source's address map is broken at image byte {end}")
+            end += segment.length
+        if end != image_bytes:
+            raise SourceCorrupt(f"the source's address map covers {end} of {image_bytes} bytes")
+        self._segments = tuple(segments)
+        self._begins = [segment.begin for segment in segments]
+
+    def segments(self, begin: int, end: int) -> Iterator[Segment]:
+        """The segments of image range `[begin, end)`, cut to it."""
+        index = max(bisect_right(self._begins, begin) - 1, 0)
+        while index < len(self._segments) and self._segments[index].begin < end:
+            at, address, length = self._segments[index]
+            first, last = max(begin, at), min(end, at + length)
+            yield Segment(first, address + first - at, last - first)
+            index += 1
+
+
+def common_pieces(source: Iterator[Segment], target: Sequence[Segment]) -> list[Piece]:
+    """The runs that are contiguous on both sides, in image order.
+
+    Both maps cover the same image range without holes, and their segments are as long as their memory
+    allows (see `Image.segments`): joining pieces further could cross from one registered area to another.
+    """
+    pieces: list[Piece] = []
+    remote = next(source, None)
+    for at, address, length in target:
+        while length > 0 and remote is not None:
+            skip = at - remote.begin
+            run = min(length, remote.length - skip)
+            pieces.append(Piece(remote.address + skip, address, run))
+            at, address, length = at + run, address + run, length - run
+            if skip + run == remote.length:
+                remote = next(source, None)
+    return pieces
+
+
+def requests(pieces: Sequence[Piece], *, gather: bool) -> list[Request]:
+    """The reads that fill `pieces`; with `gather`, small neighbours share one staged read."""
+    planned: list[Request] = []
+    small: list[Piece] = []
+    for piece in pieces:
+        if gather and piece.length < DIRECT_BYTES:
+            small.append(piece)
+        else:
+            planned.extend(_cut(piece))
+    group: list[Piece] = []
+    for piece in sorted(small, key=lambda piece: piece.remote):
+        if group and not _joins(group, piece):
+            planned.append(_gathered(group))
+            group = []
+        group.append(piece)
+    if group:
+        planned.append(_gathered(group))
+    return planned
+
+
+def _cut(piece: Piece) -> Iterator[Request]:
+    for offset in range(0, piece.length, REQUEST_BYTES):
+        length = min(REQUEST_BYTES, piece.length - offset)
+        yield Request(piece.remote + offset, length, piece.local + offset)
+
+
+def _joins(group: list[Piece], piece: Piece) -> bool:
+    gap = piece.remote - (group[-1].remote + group[-1].length)
+    return gap < NEAR_BYTES and piece.remote + piece.length - group[0].remote <= STAGING_BYTES
+
+
+def _gathered(group: list[Piece]) -> Request:
+    first, last = group[0], group[-1]
+    if len(group) == 1:
+        return Request(first.remote, first.length, first.local)
+    return Request(first.remote, last.remote + last.length - first.remote, pieces=tuple(group))

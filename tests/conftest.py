@@ -1,0 +1,66 @@
+"""Fixtures that every room's tests may use."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.models import make_tiny_llama
+from tests.processes import RforkProcess
+
+StartRfork = Callable[..., RforkProcess]
+
+
+@pytest.fixture(autouse=True)
+def _no_rfork_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests see rfork's defaults, whatever the developer's shell exports."""
+    for name in [name for name in os.environ if name.startswith("RFORK_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder of a tiny random Llama: config, tokenizer, shards. Do not write into it."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    make_tiny_llama(folder)
+    return folder
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port of the loopback interface that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def rfork_process() -> Iterator[StartRfork]:
+    """Starts ``rfork ARGUMENTS`` and, with `until`, waits for a line that matches it.
+
+    ``start(*arguments, until=None, environment=None, deadline_s=60) -> RforkProcess``. Each process is
+    ended with all it started when the test ends, and what it wrote is shown if the test fails.
+    """
+    started: list[RforkProcess] = []
+
+    def start(
+        *arguments: str,
+        until: str | None = None,
+        environment: dict[str, str] | None = None,
+        deadline_s: float = 60.0,
+    ) -> RforkProcess:
+        surroundings = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", **(environment or {})}
+        process = RforkProcess(arguments, surroundings)
+        started.append(process)
+        if until is not None:
+            process.wait_for(until, deadline_s=deadline_s)
+        return process
+
+    yield start
+    for process in reversed(started):
+        process.stop()
+        print(process.transcript())

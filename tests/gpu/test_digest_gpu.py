@@ -1,0 +1,60 @@
+"""The image on a GPU: the digest of the CPU, and bytes that arrive in the tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rfork.image.capture import image_of
+from rfork.image.digest import LEAF_BYTES, digest_bytes, digest_tensors
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: torch.cuda.is_available() is false"),
+]
+
+
+@pytest.mark.parametrize("length", [1, 240, 241, 1025, LEAF_BYTES, 3 * LEAF_BYTES + 77, 64 << 20])
+def test_gpu_digest_is_the_cpu_digest(length: int) -> None:
+    """A chunk has one digest, wherever its bytes lie."""
+    data = torch.randint(0, 256, (length,), dtype=torch.uint8)
+    assert digest_bytes([memoryview(data.numpy())]) == digest_tensors([data.cuda()])
+
+
+def test_odd_pieces_on_the_gpu() -> None:
+    """Pieces at odd addresses and of odd lengths are the same bytes."""
+    data = torch.randint(0, 256, (700_001,), dtype=torch.uint8)
+    pieces = data.cuda()[3:].split([5, 130_000, 1, 400_000, 169_992])
+    assert digest_bytes([memoryview(data[3:].numpy())]) == digest_tensors(pieces)
+
+
+def test_bytes_written_by_the_host_are_in_the_tensors() -> None:
+    """What is written into staging is in GPU tensors after the block, and is read back the same."""
+    tensors = {"a": torch.zeros(1000, device="cuda"), "b": torch.zeros(77, dtype=torch.uint8, device="cuda")}
+    image = image_of(tensors)
+    expected = bytes(index % 251 for index in range(image.layout.image_bytes))
+    with image.writable(0, len(expected)) as views:
+        rest = expected
+        for view in views:
+            view[:], rest = rest[: view.nbytes], rest[view.nbytes :]
+    with image.readable(0, len(expected)) as views:
+        assert expected == b"".join(views)
+    assert list(expected[4000:]) == tensors["b"].tolist()
+
+
+def test_an_exception_writes_nothing() -> None:
+    """A writable block that fails leaves GPU tensors as they were."""
+    tensor = torch.ones(64, dtype=torch.uint8, device="cuda")
+    with pytest.raises(ConnectionError), image_of({"a": tensor}).writable(0, 64) as views:
+        views[0][:] = bytes(64)
+        raise ConnectionError
+    assert 64 == int(tensor.sum())
+
+
+def test_an_image_on_both_devices_is_one_image() -> None:
+    """An image of CPU and GPU tensors has the manifest of the same image on the CPU."""
+    mixed = {"a": torch.arange(300_000), "b": torch.arange(300_000, device="cuda")}
+    image = image_of(mixed)
+    on_cpu = image_of({name: tensor.cpu() for name, tensor in mixed.items()})
+    assert on_cpu.manifest().weights_id == image.manifest().weights_id
+    assert len(image.allocations()) == 2

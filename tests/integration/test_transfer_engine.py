@@ -1,0 +1,319 @@
+"""The transfer_engine transport over loopback TCP, between real processes that die, stop and restart."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rfork.errors import SettingsError, SourceError, SourceGone, SourceStalled
+from rfork.image.layout import Layout, TensorSpec
+from rfork.image.memory import Image, Segment
+from rfork.settings import Settings
+from rfork.transport.base import Endpoint
+from rfork.transport.transfer_engine import TransferEngineTransport
+from rfork.transport.transfer_engine.library import library_state
+from rfork.transport.transfer_engine.reader import TransferEngineReader
+
+STATE = library_state()
+pytestmark = [
+    pytest.mark.skipif(
+        bool(STATE.error),
+        reason=f"mooncake-transfer-engine-non-cuda cannot be used: {STATE.error} ({STATE.hint})",
+    )
+]
+ROOT = Path(__file__).resolve().parents[2]
+MIXED = [3, 4096, 1 << 20, 17] + [8191] * 500 + [(20 << 20) + 5, 1]
+LARGE = [1 << 28]
+SETTINGS = Settings(unguarded_tcp=True)
+
+
+class OpenGate:
+    """A gate that a one-sided transport never asks."""
+
+    def admit(self, token: str, begin: int, end: int) -> str:
+        raise AssertionError("one-sided reads do not pass the gate")
+
+    def throttle(self, nbytes: int) -> None:
+        raise AssertionError("one-sided reads do not pass the gate")
+
+
+def image_of(sizes: list[int], tensors: list[torch.Tensor]) -> Image:
+    """An image of separately allocated byte tensors, one behind the other."""
+    specs, offset = [], 0
+    for index, size in enumerate(sizes):
+        specs.append(TensorSpec(f"t{index}", "uint8", (size,), (1,), offset))
+        offset += size
+    return Image(Layout(tuple(specs), offset), tensors)
+
+
+def pattern(index: int, size: int, salt: int) -> torch.Tensor:
+    """Bytes that differ between tensors, between places and between salts."""
+    return ((torch.arange(size) * 7 + index * 13 + salt) % 251).to(torch.uint8)
+
+
+class SeedProcess:
+    """A seed in a process of its own."""
+
+    def __init__(self, sizes: list[int], salt: int = 0, port: int = 0) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(sizes), str(salt), str(port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert self.process.stdout is not None
+        answer = next(line for line in self.process.stdout if line.startswith('{"parameters"'))
+        told = json.loads(answer)
+        self.endpoint = Endpoint(
+            "transfer_engine", told["parameters"], tuple(Segment(*segment) for segment in told["segments"])
+        )
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the seed."""
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        """Kill the seed, if it lives."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+StartSeed = Callable[..., SeedProcess]
+
+
+@pytest.fixture
+def start_seed() -> Iterator[StartSeed]:
+    """Starts seeds that end with the test."""
+    with contextlib.ExitStack() as seeds:
+
+        def start(sizes: list[int], salt: int = 0, port: int = 0) -> SeedProcess:
+            seed = SeedProcess(sizes, salt, port)
+            seeds.callback(seed.end)
+            return seed
+
+        yield start
+
+
+def empty_target(sizes: list[int]) -> tuple[Image, list[torch.Tensor]]:
+    """A target image of zeros, and its tensors."""
+    tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    return image_of(sizes, tensors), tensors
+
+
+def connect(endpoint: Endpoint, image: Image, seconds: float = 10.0) -> TransferEngineReader:
+    """A reader, by a deadline from now."""
+    transport = TransferEngineTransport(SETTINGS)
+    return transport.connect(endpoint, image, lambda: "token", time.monotonic() + seconds)
+
+
+def wrong_tensors(tensors: list[torch.Tensor], salt: int = 0) -> list[int]:
+    """The indices of the tensors that do not hold the seed's bytes."""
+    return [
+        index
+        for index, tensor in enumerate(tensors)
+        if not torch.equal(tensor, pattern(index, tensor.numel(), salt))
+    ]
+
+
+def test_chunks_read_at_once_arrive_whole(start_seed: StartSeed) -> None:
+    """Every byte of large, small and unaligned tensors arrives, read by chunks from several threads."""
+    seed = start_seed(MIXED)
+    image, tensors = empty_target(MIXED)
+    reader = connect(seed.endpoint, image)
+    threads = [
+        threading.Thread(target=reader.read, args=(begin, end, time.monotonic() + 30))
+        for begin, end in image.layout.chunks
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    reader.close()
+    assert wrong_tensors(tensors) == []
+
+
+def test_only_the_range_asked_for_changes(start_seed: StartSeed) -> None:
+    """A read of some bytes leaves all others, and the gaps between tensors, as they were."""
+    sizes = [100, 5000, 300]
+    seed = start_seed(sizes)
+    image, tensors = empty_target(sizes)
+    reader = connect(seed.endpoint, image)
+    reader.read(50, 5150, time.monotonic() + 10)
+    reader.read(7, 7, time.monotonic() + 10)
+    reader.close()
+    whole = torch.cat([pattern(index, size, 0) for index, size in enumerate(sizes)])
+    expected = torch.zeros_like(whole)
+    expected[50:5150] = whole[50:5150]
+    assert torch.equal(torch.cat(tensors), expected)
+
+
+def read_until_error(reader: TransferEngineReader, image: Image, seconds: float) -> SourceError:
+    """Read the image again and again until the source fails; how it failed."""
+    while True:
+        try:
+            reader.read(0, image.layout.image_bytes, time.monotonic() + seconds)
+        except SourceError as error:
+            return error
+
+
+def test_a_killed_seed_is_gone_and_another_one_still_reads(start_seed: StartSeed) -> None:
+    """SIGKILL in the middle of a read is SourceGone; a reader of another seed goes on in this process."""
+    doomed, healthy = start_seed(LARGE), start_seed(MIXED)
+    image, _ = empty_target(LARGE)
+    other, tensors = empty_target(MIXED)
+    reader, second = connect(doomed.endpoint, image), connect(healthy.endpoint, other)
+    reader.read(0, 1 << 20, time.monotonic() + 10)
+    timer = threading.Timer(0.1, doomed.send, [signal.SIGKILL])
+    timer.start()
+    error = read_until_error(reader, image, 10)
+    timer.join()
+    second.read(0, other.layout.image_bytes, time.monotonic() + 30)
+    reader.close()
+    second.close()
+    assert (type(error), wrong_tensors(tensors)) == (SourceGone, [])
+
+
+def test_a_stopped_seed_stalls_and_lands_nothing_later(start_seed: StartSeed) -> None:
+    """SIGSTOP in the middle of a read is SourceStalled, and no byte lands once the seed runs again."""
+    seed = start_seed(LARGE)
+    image, tensors = empty_target(LARGE)
+    reader = connect(seed.endpoint, image)
+    timer = threading.Timer(0.1, seed.send, [signal.SIGSTOP])
+    timer.start()
+    error = read_until_error(reader, image, 1)
+    timer.join()
+    before = tensors[0].clone()
+    seed.send(signal.SIGCONT)
+    fresh_image, _ = empty_target(LARGE)
+    fresh = connect(seed.endpoint, fresh_image)
+    fresh.read(0, 1 << 24, time.monotonic() + 10)
+    fresh.close()
+    reader.close()
+    assert (type(error), torch.equal(tensors[0], before)) == (SourceStalled, True)
+
+
+def test_a_closed_reader_reads_no_more(start_seed: StartSeed) -> None:
+    """After close, which may be called twice, reads raise SourceGone."""
+    seed = start_seed([4096])
+    image, _ = empty_target([4096])
+    reader = connect(seed.endpoint, image)
+    reader.close()
+    reader.close()
+    with pytest.raises(SourceGone, match="closed"):
+        reader.read(0, 4096, time.monotonic() + 10)
+
+
+def test_a_silent_peer_stalls_and_does_not_block_a_healthy_one(start_seed: StartSeed) -> None:
+    """A peer that accepts and says nothing is SourceStalled by the deadline; others read meanwhile."""
+    seed = start_seed(MIXED)
+    image, tensors = empty_target(MIXED)
+    reader = connect(seed.endpoint, image)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        session = f"127.0.0.1:{silent.getsockname()[1]}"
+        fake = Endpoint("transfer_engine", {**seed.endpoint.parameters, "session": session}, seed.endpoint.segments)
+        errors: list[SourceError] = []
+
+        def ask() -> None:
+            try:
+                connect(fake, image, seconds=3)
+            except SourceError as error:
+                errors.append(error)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        reader.read(0, image.layout.image_bytes, time.monotonic() + 30)
+        still_waiting = asking.is_alive()
+        asking.join()
+    reader.close()
+    assert ([type(error) for error in errors], still_waiting, wrong_tensors(tensors)) == (
+        [SourceStalled],
+        True,
+        [],
+    )
+
+
+def test_nobody_at_the_port_is_gone(free_port: int) -> None:
+    """An endpoint where nothing listens is SourceGone."""
+    image, _ = empty_target([64])
+    endpoint = Endpoint(
+        "transfer_engine",
+        {"session": f"127.0.0.1:{free_port}", "protocol": "tcp", "gather": "yes"},
+        (Segment(0, 4096, 64),),
+    )
+    with pytest.raises(SourceGone, match="not reachable"):
+        connect(endpoint, image)
+
+
+def test_a_seed_restarted_on_its_port_is_read_afresh(start_seed: StartSeed, free_port: int) -> None:
+    """A new reader of the same host and port reads the new process's bytes, not through old addresses."""
+    sizes = [1 << 16]
+    first = start_seed(sizes, 1, free_port)
+    image, tensors = empty_target(sizes)
+    reader = connect(first.endpoint, image)
+    reader.read(0, 1 << 16, time.monotonic() + 10)
+    seen = [wrong_tensors(tensors, 1)]
+    first.end()
+    second = start_seed(sizes, 2, free_port)
+    again = connect(second.endpoint, image)
+    again.read(0, 1 << 16, time.monotonic() + 10)
+    seen.append(wrong_tensors(tensors, 2))
+    reader.close()
+    again.close()
+    assert (first.endpoint.parameters["session"], seen) == (second.endpoint.parameters["session"], [[], []])
+
+
+def test_a_closed_exporter_gives_nothing() -> None:
+    """After the exporter's close, which may be called twice, a reader's reads raise SourceGone."""
+    source = image_of([1 << 16], [pattern(0, 1 << 16, 0)])
+    image, tensors = empty_target([1 << 16])
+    exporter = TransferEngineTransport(SETTINGS).export(source, OpenGate())
+    reader = connect(exporter.endpoint(), image)
+    exporter.close()
+    exporter.close()
+    with pytest.raises(SourceGone):
+        reader.read(0, 1 << 16, time.monotonic() + 10)
+    reader.close()
+    assert int(tensors[0].sum()) == 0
+
+
+def test_tcp_is_refused_unless_allowed() -> None:
+    """Without unguarded_tcp a machine without RDMA neither exports nor connects."""
+    transport = TransferEngineTransport(Settings())
+    image, _ = empty_target([64])
+    with pytest.raises(SettingsError, match="cannot enforce leases"):
+        transport.export(image, OpenGate())
+
+
+def _serve(sizes: list[int], salt: int, port: int) -> None:
+    tensors = [pattern(index, size, salt) for index, size in enumerate(sizes)]
+    settings = SETTINGS
+    if port:
+        # Mooncake takes its handshake port from a range.
+        os.environ["MC_MIN_PRC_PORT"] = os.environ["MC_MAX_PRC_PORT"] = str(port)
+        os.environ["MC_MIN_RPC_PORT"] = os.environ["MC_MAX_RPC_PORT"] = str(port)
+    exporter = TransferEngineTransport(settings).export(image_of(sizes, tensors), OpenGate())
+    endpoint = exporter.endpoint()
+    print(json.dumps({"parameters": dict(endpoint.parameters), "segments": endpoint.segments}), flush=True)
+    sys.stdin.readline()
+    exporter.close()
+
+
+if __name__ == "__main__":
+    _serve(json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,117 @@
+"""Real `rfork` processes for tests: started, watched line by line with a deadline, and never left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+# Importing torch and transformers takes most of this on a busy machine of two cores.
+START_S = 60.0
+STOP_S = 10.0
+
+
+class RforkProcess:
+    """``python -m rfork ARGUMENTS`` in a process group of its own, its output read as it comes."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.arguments = tuple(arguments)
+        self._changed = threading.Condition()
+        self._lines: dict[str, list[str]] = {"stdout": [], "stderr": []}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rfork", *arguments],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._readers = [
+            threading.Thread(target=self._read, args=(name, stream), daemon=True)
+            for name, stream in (("stdout", self._process.stdout), ("stderr", self._process.stderr))
+            if stream is not None
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id, and id of the process group."""
+        return self._process.pid
+
+    @property
+    def stdout(self) -> str:
+        """What it has written to standard output so far."""
+        return self._text("stdout")
+
+    @property
+    def stderr(self) -> str:
+        """What it has written to standard error so far."""
+        return self._text("stderr")
+
+    def wait_for(self, pattern: str, *, deadline_s: float = START_S) -> re.Match[str]:
+        """The first match of `pattern` in a line of either stream; TimeoutError with all output without one.
+
+        Gives up at once when the process has ended and all it wrote is read.
+        """
+        compiled, give_up = re.compile(pattern), time.monotonic() + deadline_s
+        with self._changed:
+            while True:
+                # Whether it may still write is asked first: what is read after that is then complete.
+                ended = not any(reader.is_alive() for reader in self._readers)
+                for line in (*self._lines["stdout"], *self._lines["stderr"]):
+                    if match := compiled.search(line):
+                        return match
+                remaining = give_up - time.monotonic()
+                if ended or remaining <= 0:
+                    why = f"ended with {self._process.poll()}" if ended else f"{deadline_s} s passed"
+                    raise TimeoutError(f"no line matches {pattern!r}: {why}\n{self.transcript()}")
+                # The end of a reader wakes nobody, so look again now and then.
+                self._changed.wait(min(remaining, 0.2))
+
+    def wait(self, *, deadline_s: float = START_S) -> int:
+        """Its exit code (negative: the signal), once it has ended and all its output is read."""
+        code = self._process.wait(deadline_s)
+        for reader in self._readers:
+            reader.join(STOP_S)
+        return code
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process alone, not to its group."""
+        self._process.send_signal(number)
+
+    def stop(self) -> None:
+        """End it and all it started: SIGTERM, then SIGKILL to the whole group. Doing so again is harmless."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for reader in self._readers:
+            reader.join(STOP_S)
+
+    def transcript(self) -> str:
+        """Command, exit code and all output, for a failure report."""
+        heading = f"$ rfork {' '.join(self.arguments)}  (exit code {self._process.poll()})"
+        return "\n".join((heading, "--- stdout", self.stdout, "--- stderr", self.stderr))
+
+    def _text(self, name: str) -> str:
+        with self._changed:
+            return "".join(self._lines[name])
+
+    def _read(self, name: str, stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                with self._changed:
+                    self._lines[name].append(line)
+                    self._changed.notify_all()

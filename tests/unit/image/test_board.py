@@ -1,0 +1,64 @@
+"""The chunk board: what is verified, who waits for it, who is told."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from rfork.image.board import ChunkBoard
+from rfork.image.chunks import Chunks
+
+CHUNKS = Chunks(45, 10)
+
+
+def test_a_fresh_board_holds_nothing() -> None:
+    """Nothing is verified at first."""
+    board = ChunkBoard(CHUNKS)
+    assert ((), 0, False, False) == (board.verified, len(board), board.complete, 0 in board)
+
+
+def test_a_full_board_holds_everything() -> None:
+    """A seed's board holds every chunk from the start."""
+    board = ChunkBoard.full(CHUNKS)
+    assert (((0, 5),), 5, True, True) == (board.verified, len(board), board.complete, 4 in board)
+
+
+def test_an_empty_image_is_complete() -> None:
+    """An image without chunks has nothing left to verify."""
+    assert ChunkBoard(Chunks(0, 10)).complete
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "expected"), [(0, 20, True), (0, 21, False), (20, 30, False), (30, 40, True), (39, 41, False)]
+)
+def test_holds(begin: int, end: int, expected: bool) -> None:
+    """A byte range is held when every chunk it touches is verified."""
+    assert expected == ChunkBoard(CHUNKS, [0, 1, 3]).holds(begin, end)
+
+
+def test_marks_are_told_until_unsubscribed() -> None:
+    """Listeners hear of every change, on the thread that made it, until they leave."""
+    board, heard = ChunkBoard(CHUNKS), []
+    leave = board.subscribe(lambda: heard.append(board.verified))
+    board.mark(1)
+    board.mark(2)
+    board.clear()
+    leave()
+    leave()
+    board.mark(0)
+    assert [((1, 2),), ((1, 3),), ()] == heard
+
+
+def test_waiting_ends_when_the_board_is_full() -> None:
+    """Who waits for completion is woken by the last chunk."""
+    board = ChunkBoard(CHUNKS, range(4))
+    marker = threading.Thread(target=board.mark, args=(4,))
+    marker.start()
+    assert board.wait_complete(timeout=30)
+    marker.join()
+
+
+def test_waiting_has_an_end() -> None:
+    """Who waits too long is told that the board is not full."""
+    assert not ChunkBoard(CHUNKS, [1]).wait_complete(timeout=0)

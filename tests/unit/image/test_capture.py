@@ -1,0 +1,288 @@
+"""Capture: which tensors are found, under which names, in which order, and which are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+
+from rfork.errors import UnsupportedTensor
+from rfork.image.capture import alignment_of, capture, natural
+from tests.unit.image.modules import Recipe, build, element_bytes, recipes
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
+
+
+def names(module: nn.Module, **options: Any) -> list[str]:
+    return [spec.name for spec in capture(module, **options).layout.tensors]
+
+
+def fill(target: nn.Module, source: nn.Module) -> None:
+    """Copy all image bytes from one module to the other through the host views."""
+    given, taken = capture(source), capture(target)
+    size = given.layout.image_bytes
+    with given.readable(0, size) as views, taken.writable(0, size) as places:
+        raw = b"".join(views)
+        for place in places:
+            place[:], raw = raw[: place.nbytes], raw[place.nbytes :]
+
+
+@settings(max_examples=150, deadline=None)
+@given(recipes)
+def test_equal_modules_have_one_layout(recipe: Recipe) -> None:
+    """Two modules built alike have one layout_id, whatever their bits and addresses."""
+    assert capture(build(recipe, 1)).layout == capture(build(recipe, 2)).layout
+
+
+@settings(max_examples=150, deadline=None)
+@given(recipes)
+def test_copied_image_makes_every_tensor_equal(recipe: Recipe) -> None:
+    """After the image's bytes are copied, every tensor of the target equals the source's, bit by bit."""
+    source, target = build(recipe, 1), build(recipe, 2)
+    fill(target, source)
+    expected = {name: element_bytes(tensor) for name, tensor in all_tensors(source).items()}
+    assert expected == {name: element_bytes(tensor) for name, tensor in all_tensors(target).items()}
+
+
+@settings(max_examples=150, deadline=None)
+@given(recipes)
+def test_every_byte_is_carried_once_and_by_some_tensor(recipe: Recipe) -> None:
+    """The segments cover the image without overlap in memory, and the allocations cover the segments."""
+    image = capture(build(recipe, 1))
+    segments = image.segments(0, image.layout.image_bytes)
+    assert [0, *[s.begin + s.length for s in segments]] == [
+        *[s.begin for s in segments],
+        image.layout.image_bytes,
+    ]
+    by_address = sorted((s.address, s.address + s.length) for s in segments)
+    assert all(one[1] <= two[0] for one, two in zip(by_address, by_address[1:], strict=False))
+    areas = image.allocations()
+    assert all(any(a <= begin and end <= a + n for a, n in areas) for begin, end in by_address)
+
+
+@settings(max_examples=50, deadline=None)
+@given(recipes, st.data())
+def test_segments_of_a_part_are_the_part_of_the_segments(recipe: Recipe, data: st.DataObject) -> None:
+    """Segments of `[begin, end)` name the same memory, byte by byte, as those of the whole image."""
+    image = capture(build(recipe, 1))
+    size = image.layout.image_bytes
+    begin = data.draw(st.integers(0, size))
+    end = data.draw(st.integers(begin, size))
+    addresses = [s.address + index for s in image.segments(0, size) for index in range(s.length)]
+    part = [s.address + index for s in image.segments(begin, end) for index in range(s.length)]
+    assert addresses[begin:end] == part
+
+
+def all_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a module built from a recipe, found without the code under test."""
+    found: dict[str, torch.Tensor] = dict(module.state_dict(keep_vars=True))
+    found |= dict(module.named_buffers(remove_duplicate=False))
+    found |= {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+    found |= {f"items.{index}": value for index, value in enumerate(vars(module)["items"])}
+    found |= {f"tree.{name}": value[0] for name, value in vars(module)["tree"]["leaves"][1].items()}
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "scale"):
+            found[f"{name}.scale"] = parameter.scale
+    return found
+
+
+def test_names_of_everything_that_hangs_on_a_module() -> None:
+    """Parameters, both kinds of buffers, attributes, containers and attributes of parameters are found."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(8))
+    module.weight.scale = torch.zeros(7)  # type: ignore[attr-defined]
+    module.register_buffer("kept", torch.zeros(6))
+    module.register_buffer("hidden", torch.zeros(5), persistent=False)
+    module.plain = torch.zeros(4)
+    module.listed = [torch.zeros(3), (torch.zeros(2), {"key": torch.zeros(1), 7: torch.tensor(1.0)})]  # type: ignore[assignment]
+    module.add_module("child", nn.Linear(1, 1))
+    expected = [
+        "child.bias", "child.weight", "hidden", "kept", "listed.0", "listed.1.0", "listed.1.1.7",
+        "listed.1.1.key", "plain", "weight", "weight.scale",
+    ]  # fmt: skip
+    assert expected == names(module)
+
+
+def test_gradients_and_hooks_are_left_out() -> None:
+    """What training and hooks keep on a module is not what it serves with."""
+    module = nn.Linear(2, 2)
+    module(torch.ones(1, 2)).sum().backward()
+    module.register_forward_hook(lambda *_: None)
+    assert ["bias", "weight"] == names(module)
+
+
+def test_excluded_names_are_left_out() -> None:
+    """Names that match an exclude pattern are not carried."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert ["1.bias"] == names(module, exclude=["0.*", "*.weight"])
+
+
+def test_empty_module_gives_an_empty_image() -> None:
+    """A module without tensors has a layout without tensors and no bytes."""
+    layout = capture(nn.Module()).layout
+    assert ((), 0) == (layout.tensors, layout.image_bytes)
+
+
+def test_tied_weights_are_one_region_with_two_names() -> None:
+    """A tied weight is carried once and named twice."""
+    module = nn.Module()
+    module.embed, module.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    module.head.weight = module.embed.weight
+    layout = capture(module).layout
+    assert [("embed.weight", 0), ("head.weight", 0)] == [(s.name, s.offset) for s in layout.tensors]
+    assert 5 * 4 * 4 == layout.image_bytes
+
+
+def test_a_module_at_two_paths_has_both_names() -> None:
+    """A submodule registered twice gives its tensors under both paths."""
+    layer = nn.Linear(2, 2, bias=False)
+    module = nn.ModuleDict({"one": layer, "two": layer})
+    assert ["one.weight", "two.weight"] == names(module)
+
+
+def test_references_between_modules_add_no_names() -> None:
+    """Back references to a parent, to oneself and to neighbours in plain lists end, and add nothing."""
+    module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    for layer in module:
+        layer.parents = [module]  # type: ignore[assignment]
+        layer.neighbours = list(module)  # type: ignore[assignment]
+        layer.weight.owner = layer  # type: ignore[attr-defined, union-attr]
+    loop: list[object] = []
+    loop.append(loop)
+    module.loop = loop  # type: ignore[assignment]
+    assert ["0.weight", "1.weight"] == names(module)
+
+
+def test_modules_that_are_only_referred_to_are_found() -> None:
+    """Modules in a plain list, which torch does not register, are walked, each once."""
+    module, layer = nn.Module(), nn.Linear(1, 1, bias=False)
+    module.hidden = [layer, layer]  # type: ignore[assignment]
+    assert ["hidden.0.weight"] == names(module)
+
+
+def test_a_module_registered_below_itself_ends() -> None:
+    """A cycle of registered modules is entered once."""
+    module = nn.Linear(1, 1, bias=False)
+    module.add_module("again", module)
+    assert ["weight"] == names(module)
+
+
+def test_wrapper_subclasses_are_carried_by_their_inner_tensors() -> None:
+    """A tensor subclass that wraps others is named by what it wraps."""
+    module = nn.Module()
+    module.weight = nn.Parameter(TwoTensor(torch.zeros(2), torch.ones(3)[:2]))
+    assert ["weight.a", "weight.b"] == names(module)
+
+
+def test_keys_without_a_stable_name_are_named_by_their_place() -> None:
+    """Keys that are no text or number are named by position, and keys of one name are told apart."""
+    module = nn.Module()
+    module.table = {(1, 2): torch.zeros(1), "x": torch.zeros(1), 3: torch.zeros(1), "3": torch.zeros(1)}  # type: ignore[assignment]
+    assert ["table.3", "table.3[3]", "table.[0]", "table.x"] == names(module)
+
+
+def test_two_tensors_of_one_name_are_refused() -> None:
+    """A name that would stand for two tensors is an error, not a tensor lost."""
+    module = nn.Module()
+    module.list = [torch.zeros(1)]  # type: ignore[assignment]
+    setattr(module, "list.0", torch.ones(1))
+    with pytest.raises(UnsupportedTensor, match=r"'list\.0'.*same name"):
+        capture(module)
+
+
+def test_order_is_by_alignment_then_by_natural_name() -> None:
+    """Wider types come first, and layers.2 before layers.10, without padding."""
+    module = nn.Module()
+    module.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(11))
+    module.register_buffer("bytes", torch.zeros(3, dtype=torch.uint8))
+    module.register_buffer("wide", torch.zeros(1, dtype=torch.float64))
+    module.register_buffer("narrow", torch.zeros(1, dtype=torch.float16))
+    expected = ["wide", *(f"layers.{index}.weight" for index in range(11)), "narrow", "bytes"]
+    assert expected == names(module)
+    assert 8 + 11 * 4 + 2 + 3 == capture(module).layout.image_bytes
+
+
+def test_views_that_only_touch_are_regions_of_their_own() -> None:
+    """A model cut from one buffer has the layout of one that was allocated tensor by tensor."""
+    cut, allocated = nn.Module(), nn.Module()
+    cut.items = list(torch.zeros(8).split(4))[::-1]  # type: ignore[assignment]
+    allocated.items = [torch.zeros(4), torch.zeros(4)]  # type: ignore[assignment]
+    assert capture(cut).layout.layout_id == capture(allocated).layout.layout_id
+
+
+def test_storages_over_the_same_memory_are_carried_once() -> None:
+    """Tensors that share memory without sharing a storage object are aliases too."""
+    raw = bytearray(16)
+    module = nn.Module()
+    module.items = [torch.frombuffer(raw, dtype=torch.int32), torch.frombuffer(raw, dtype=torch.int64)]  # type: ignore[assignment]
+    assert 16 == capture(module).layout.image_bytes
+
+
+def test_storages_that_overlap_in_part_are_refused() -> None:
+    """Memory that no single storage covers cannot be carried as one region."""
+    raw = memoryview(bytearray(24))
+    module = nn.Module()
+    module.items = [
+        torch.frombuffer(raw[:16], dtype=torch.int64),
+        torch.frombuffer(raw[8:], dtype=torch.int64),
+    ]  # type: ignore[assignment]
+    with pytest.raises(UnsupportedTensor, match="another storage"):
+        capture(module)
+
+
+def test_strides_of_single_element_dimensions_do_not_matter() -> None:
+    """Two layouts that differ only in strides nobody steps along are one."""
+    one, two = nn.Module(), nn.Module()
+    one.weight, two.weight = torch.zeros(1, 5), torch.zeros(5).as_strided((1, 5), (1, 1))
+    assert capture(one).layout == capture(two).layout
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: torch.zeros(2, device="meta"), "device meta"),
+        (lambda: torch.zeros(2, 2).to_sparse(), "sparse_coo"),
+        (lambda: torch.zeros(2, 2).to_sparse_csr(), "sparse_csr"),
+        (lambda: torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8), "quantized"),
+        (lambda: nn.UninitializedParameter(), "lazy"),
+        (lambda: torch.zeros(2, dtype=torch.complex64).conj(), "conjugate"),
+        (lambda: torch.zeros(2, dtype=torch.complex64).conj().imag, "negative"),
+        (lambda: torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)]), "nested"),
+        (lambda: shrunk(torch.zeros(4)), "storage has 4 bytes"),
+        (lambda: FakeTensorMode().from_tensor(torch.zeros(2)), "stand-in"),
+    ],
+    ids=["meta", "coo", "csr", "quantized", "lazy", "conj", "neg", "nested", "shrunk", "fake"],
+)
+def test_tensors_without_bytes_are_refused_by_name(make: Any, why: str) -> None:
+    """A tensor that cannot be carried is an error that names it and says why."""
+    module = nn.Module()
+    module.layer = nn.Module()
+    module.layer.weight = make()
+    with pytest.raises(UnsupportedTensor, match=rf"'layer\.weight'.*{why}"):
+        capture(module)
+
+
+def shrunk(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(4)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "length", "expected"),
+    [(4, 12, 4), (16, 24, 8), (8, 3, 1), (1, 64, 1), (2, 2, 2), (16, 160, 16)],
+)
+def test_alignment_divides_the_length(itemsize: int, length: int, expected: int) -> None:
+    """A region's alignment is at most its widest item and divides its length."""
+    assert expected == alignment_of(itemsize, length)
+
+
+def test_natural_order_counts() -> None:
+    """Numbers in names sort by value, and names of equal value still have one order."""
+    assert ["a", "a.2", "a.02.b", "a.10", "b"] == sorted(["b", "a.10", "a.02.b", "a.2", "a"], key=natural)

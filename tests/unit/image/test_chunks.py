@@ -1,0 +1,53 @@
+"""How an image is cut."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rfork.image.chunks import LARGEST_CHUNK, MIB, MOST_CHUNKS, Chunks, chunk_size_for
+
+
+@pytest.mark.parametrize(
+    ("image_bytes", "size"),
+    [
+        (0, MIB),
+        (1, MIB),
+        (256 * MIB, MIB),
+        (256 * MIB + 1, 2 * MIB),
+        (16 << 30, 64 * MIB),
+        (64 << 30, 256 * MIB),
+        (1 << 40, 256 * MIB),
+    ],
+)
+def test_chunk_size(image_bytes: int, size: int) -> None:
+    """Chunks grow by powers of two so that there are at most 256, up to 256 MiB."""
+    assert size == chunk_size_for(image_bytes)
+
+
+@given(st.integers(0, 1 << 36))
+def test_chunks_cover_the_image_in_order(image_bytes: int) -> None:
+    """Chunks follow one another from 0 to the image's end; each but the last is full."""
+    chunks = Chunks.of(image_bytes)
+    cut = list(chunks)
+    assert [0, *(end for _, end in cut)] == [*(begin for begin, _ in cut), image_bytes]
+    assert all(end - begin == chunks.chunk_size for begin, end in cut[:-1])
+    assert len(cut) == len(chunks)
+    assert len(cut) <= MOST_CHUNKS or chunks.chunk_size == LARGEST_CHUNK
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "expected"),
+    [(0, 1, [0]), (0, 10, [0]), (9, 11, [0, 1]), (10, 20, [1]), (0, 25, [0, 1, 2]), (5, 5, [0])],
+)
+def test_covering(begin: int, end: int, expected: list[int]) -> None:
+    """A byte range names every chunk it shares a byte with."""
+    assert expected == list(Chunks(25, 10).covering(begin, end))
+
+
+@pytest.mark.parametrize("index", [-1, 3])
+def test_no_such_chunk(index: int) -> None:
+    """A chunk the image does not have is an IndexError."""
+    with pytest.raises(IndexError, match=f"chunk {index} of 3"):
+        Chunks(25, 10)[index]

@@ -1,0 +1,121 @@
+"""The chunk digest: one answer everywhere, and no error goes unseen."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rfork.image import xxh3_device
+from rfork.image.digest import DIGEST_BYTES, LEAF_BYTES, digest_bytes, digest_tensors
+
+BOUNDARIES = [0, 1, 3, 8, 16, 17, 128, 129, 239, 240, 241, 255, 256, 257, 1023, 1024, 1025, 1087, 1088, 1089,
+              2047, 2048, 2049, LEAF_BYTES - 1, LEAF_BYTES, LEAF_BYTES + 1, LEAF_BYTES + 241, 3 * LEAF_BYTES]  # fmt: skip
+
+
+def noise(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def host(tensor: torch.Tensor) -> memoryview:
+    return memoryview(bytes(tensor.tolist()))
+
+
+def by_definition(data: bytes) -> bytes:
+    """The digest written down from its definition."""
+    leaves = [xxhash.xxh3_128_digest(data[at : at + LEAF_BYTES]) for at in range(0, len(data), LEAF_BYTES)]
+    message = len(data).to_bytes(8, "little") + b"".join(leaves)
+    return hashlib.blake2b(message, digest_size=16, person=b"rfork-chunk-v1").digest()
+
+
+@pytest.mark.parametrize("length", BOUNDARIES)
+def test_both_ways_give_what_the_definition_says(length: int) -> None:
+    """Host bytes and tensors have the digest of the definition at every boundary of the algorithm."""
+    data = noise(length)
+    expected = by_definition(bytes(host(data)))
+    assert (expected, expected) == (digest_bytes([host(data)]), digest_tensors([data]))
+    assert DIGEST_BYTES == len(expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 90_000), min_size=1, max_size=12), st.integers(0, 9), st.integers(0, 7))
+def test_pieces_do_not_matter(sizes: list[int], seed: int, shift: int) -> None:
+    """However the bytes are cut, and wherever they lie, the digest is that of the whole."""
+    whole = noise(sum(sizes) + shift, seed)[shift:]
+    pieces = list(whole.split(sizes))
+    expected = by_definition(bytes(host(whole)))
+    assert expected == digest_bytes([host(piece) for piece in pieces])
+    assert expected == digest_tensors(pieces)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(241, 300_000), st.integers(0, 99))
+def test_device_hash_is_xxh3(length: int, seed: int) -> None:
+    """The hash by tensor operations is XXH3-128 for every length over 240 bytes."""
+    data = noise(length, seed)
+    expected = [
+        xxhash.xxh3_128_digest(host(data)[at : at + LEAF_BYTES]) for at in range(0, length, LEAF_BYTES)
+    ]
+    assert expected == xxh3_device.leaf_hashes([data], LEAF_BYTES)
+
+
+def test_slabs_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device hash is the same whatever is taken in at once."""
+    data = noise(5 * LEAF_BYTES + 999)
+    expected = digest_tensors([data])
+    monkeypatch.setattr(xxh3_device, "SLAB_BYTES", 2 * LEAF_BYTES)
+    assert expected == digest_tensors([data[:300_000], data[300_000:]])
+
+
+def test_extreme_words_wrap_as_unsigned_ones() -> None:
+    """All-ones and all-zero bytes, where carries are longest, hash as xxhash hashes them."""
+    for value in (0, 255):
+        data = torch.full((2 * LEAF_BYTES + 1000,), value, dtype=torch.uint8)
+        assert digest_bytes([host(data)]) == digest_tensors([data])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 2 * LEAF_BYTES + 100), st.data())
+def test_any_flipped_bit_changes_the_digest(length: int, data: st.DataObject) -> None:
+    """One flipped bit anywhere is seen."""
+    original = bytearray(host(noise(length)))
+    changed = bytearray(original)
+    changed[data.draw(st.integers(0, length - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert digest_bytes([memoryview(original)]) != digest_bytes([memoryview(changed)])
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "size"),
+    [
+        pytest.param(0, 8, 8, id="neighbouring words"),
+        pytest.param(0, 64, 8, id="words of one lane in two stripes"),
+        pytest.param(0, 1024, 8, id="words at one place in two blocks"),
+        pytest.param(0, LEAF_BYTES, 8, id="words at one place in two leaves"),
+        pytest.param(0, 64, 64, id="stripes"),
+        pytest.param(0, 1024, 1024, id="blocks"),
+        pytest.param(0, LEAF_BYTES, LEAF_BYTES, id="leaves"),
+    ],
+)
+def test_swapped_parts_change_the_digest(one: int, two: int, size: int) -> None:
+    """Two parts that change places are seen, at every level of the algorithm."""
+    original = bytearray(host(noise(3 * LEAF_BYTES)))
+    swapped = bytearray(original)
+    swapped[one : one + size], swapped[two : two + size] = original[two : two + size], original[one : one + size]
+    assert digest_bytes([memoryview(original)]) != digest_bytes([memoryview(swapped)])
+
+
+@pytest.mark.parametrize("length", [1, 241, LEAF_BYTES, LEAF_BYTES + 1])
+def test_length_is_part_of_the_digest(length: int) -> None:
+    """Zeros added or taken away at the end are seen."""
+    digests = {digest_bytes([memoryview(bytes(length + more))]) for more in (-1, 0, 1)}
+    assert 3 == len(digests)
+
+
+def test_digest_is_stable_across_releases() -> None:
+    """The digest is part of the wire format: these values never change."""
+    assert "d09b4c7ca51c210b9b774ffcef3241c0" == digest_bytes([]).hex()
+    assert "b923196e44753e9744b00450b2df040c" == digest_bytes([memoryview(bytes(range(256)) * 2048)]).hex()

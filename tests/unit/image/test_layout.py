@@ -1,0 +1,89 @@
+"""Layouts and manifests: identity, and what a person is told about a mismatch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rfork.image.layout import Layout, TensorSpec
+from rfork.image.manifest import Manifest, weights_id
+
+A = TensorSpec("a", "float32", (2, 2), (2, 1), 0)
+B = TensorSpec("b", "int8", (4,), (1,), 16)
+LAYOUT = Layout((A, B), 20)
+OTHERS = {
+    "name": Layout((replace(A, name="c"), B), 20),
+    "dtype": Layout((replace(A, dtype="int32"), B), 20),
+    "shape": Layout((replace(A, shape=(4, 1)), B), 20),
+    "stride": Layout((replace(A, stride=(1, 2)), B), 20),
+    "offset": Layout((A, replace(B, offset=17)), 20),
+    "size": Layout((A, B), 21),
+    "fewer": Layout((A,), 20),
+    "order": Layout((B, A), 20),
+}
+
+
+def test_layout_id_is_stable_across_releases() -> None:
+    """layout_id is part of the wire format: this value never changes."""
+    assert "809ea24103d28dc5715011be3c103266" == LAYOUT.layout_id
+    assert LAYOUT.layout_id == Layout((A, B), 20).layout_id
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_every_difference_changes_the_layout_id(kind: str) -> None:
+    """Whatever differs, the layout_id does too."""
+    assert LAYOUT.layout_id != OTHERS[kind].layout_id
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("name", "a: here float32[2, 2] stride [2, 1] at byte 0, there no such tensor"),
+        ("dtype", "a: here float32[2, 2] stride [2, 1] at byte 0, there int32[2, 2] stride [2, 1] at byte 0"),
+        ("shape", "a: here float32[2, 2] stride [2, 1] at byte 0, there float32[4, 1] stride [2, 1] at byte 0"),
+        ("stride", "a: here float32[2, 2] stride [2, 1] at byte 0, there float32[2, 2] stride [1, 2] at byte 0"),
+        ("offset", "b: here int8[4] stride [1] at byte 16, there int8[4] stride [1] at byte 17"),
+        ("size", "image size: here 20 bytes, there 21 bytes"),
+        ("fewer", "b: here int8[4] stride [1] at byte 16, there no such tensor"),
+        ("order", None),
+    ],
+)
+def test_the_first_difference_is_one_clear_line(kind: str, expected: str | None) -> None:
+    """The line names the tensor and both sides."""
+    assert expected == LAYOUT.first_difference(OTHERS[kind])
+
+
+def test_a_difference_in_kind_explains_more_than_a_shifted_offset() -> None:
+    """Of a wider tensor and the offsets it shifts, the wider tensor is named first."""
+    wider = Layout((replace(A, offset=8), replace(B, dtype="int16")), 28)
+    assert (LAYOUT.first_difference(wider) or "").startswith("b: here int8[4]")
+
+
+def test_differences_are_listed_from_both_sides() -> None:
+    """Tensors that only one side has are listed for either side."""
+    assert ["a: here", "c: here", "size"] == [
+        line[:7] if not line.startswith("image") else "size"
+        for line in LAYOUT.differences(Layout((replace(A, name="c"), B), 24))
+    ]
+    assert [] == list(LAYOUT.differences(LAYOUT))
+
+
+def test_a_manifest_has_one_digest_a_chunk() -> None:
+    """A manifest with another number of digests is a defect of the caller."""
+    with pytest.raises(ValueError, match="2 digests for 1 chunks"):
+        Manifest(LAYOUT, (b"1" * 16, b"2" * 16))
+
+
+def test_weights_id_depends_on_layout_and_on_each_digest() -> None:
+    """Other bytes, or the same bytes in another layout, have another weights_id."""
+    one, two = b"1" * 16, b"2" * 16
+    ids = [
+        Manifest(LAYOUT, (one,)).weights_id,
+        Manifest(LAYOUT, (two,)).weights_id,
+        Manifest(OTHERS["name"], (one,)).weights_id,
+        weights_id(LAYOUT.layout_id, (one, two)),
+        weights_id(LAYOUT.layout_id, (two, one)),
+    ]
+    assert len(ids) == len(set(ids))
+    assert Manifest(LAYOUT, (one,)).weights_id == weights_id(LAYOUT.layout_id, (one,))

@@ -1,0 +1,149 @@
+"""The image in memory: segments, views, digests and manifests of the tensors' own bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rfork.image.capture import image_of
+from rfork.image.digest import digest_bytes
+from rfork.image.host_memory import HUGE_PAGE, advise_huge_pages
+from rfork.image.memory import Image, Segment
+
+MIB = 1 << 20
+
+
+def scattered(*sizes: int) -> Image:
+    """An image of uint8 tensors of random bytes, each with a storage of its own."""
+    generator = torch.Generator().manual_seed(7)
+    return image_of(
+        {
+            f"t{index}": torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+            for index, size in enumerate(sizes)
+        }
+    )
+
+
+def content(image: Image) -> bytes:
+    with image.readable(0, image.layout.image_bytes) as views:
+        return b"".join(views)
+
+
+def test_views_are_the_tensors_own_memory() -> None:
+    """What is written into the views of a range is what the tensors then hold, and nothing else changes."""
+    tensors = {"a": torch.zeros(4, dtype=torch.uint8), "b": torch.zeros(4, dtype=torch.uint8)}
+    with image_of(tensors).writable(2, 6) as views:
+        for view in views:
+            view[:] = b"\x09" * view.nbytes
+    assert ([0, 0, 9, 9], [9, 9, 0, 0]) == (tensors["a"].tolist(), tensors["b"].tolist())
+
+
+def test_views_are_plain_bytes() -> None:
+    """The views have format 'B' and together as many bytes as the range."""
+    with scattered(10, 20).readable(5, 15) as views:
+        assert [("B", 5), ("B", 5)] == [(view.format, view.nbytes) for view in views]
+
+
+def test_an_exception_leaves_the_block_as_it_is() -> None:
+    """What is raised inside a writable block reaches the caller."""
+    with pytest.raises(ConnectionError), scattered(8).writable(0, 8):
+        raise ConnectionError
+
+
+def test_neighbours_in_memory_and_image_are_one_segment() -> None:
+    """Tensors cut from one buffer in image order are one segment; out of order they are not."""
+    buffer = torch.zeros(12, dtype=torch.uint8)
+    address = buffer.data_ptr()
+    in_order = image_of({"a": buffer[:4], "b": buffer[4:8], "c": buffer[8:]})
+    assert [Segment(1, address + 1, 10)] == in_order.segments(1, 11)
+    crossed = image_of({"a": buffer[4:8], "b": buffer[:4]})
+    assert [Segment(0, address + 4, 4), Segment(4, address, 4)] == crossed.segments(0, 8)
+
+
+def test_neighbours_of_two_storages_are_one_segment_too() -> None:
+    """Storages that touch in memory (slices of one mapped file) are read as one run."""
+    raw = bytearray(range(16))
+    parts = {name: torch.frombuffer(raw, dtype=torch.uint8, offset=at, count=8) for name, at in (("a", 0), ("b", 8))}
+    image = image_of(parts)
+    assert [(0, 16)] == [(begin, length) for begin, _, length in image.segments(0, 16)]
+    assert bytes(range(16)) == content(image)
+
+
+def test_an_image_keeps_its_memory_alive() -> None:
+    """The image's bytes outlive the tensors it was made of."""
+    image = image_of({"a": torch.full((MIB,), 5, dtype=torch.uint8)})
+    torch.zeros(MIB, dtype=torch.uint8)
+    assert b"\x05" * MIB == content(image)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(-1, 2), (3, 2), (0, 9), (9, 9)])
+def test_ranges_outside_the_image_are_refused(begin: int, end: int) -> None:
+    """A range that the image does not have is an error, never a shorter answer."""
+    with pytest.raises(ValueError, match="not within"):
+        scattered(8).segments(begin, end)
+
+
+def test_empty_range_has_no_segments() -> None:
+    """An empty range, also at the image's end, has no memory."""
+    assert [[], []] == [scattered(8).segments(8, 8), scattered(8).segments(0, 0)]
+
+
+def test_allocations_join_what_lies_on_neighbouring_pages() -> None:
+    """Areas less than a page apart are one area, areas a page apart are two."""
+    buffer = torch.zeros(16384, dtype=torch.uint8)
+    address = buffer.data_ptr()
+    image = image_of({"a": buffer[:10], "b": buffer[10 + 4095 : 4200], "c": buffer[4200 + 4096 : 9000]})
+    assert [(address, 4200), (address + 8296, 704)] == image.allocations()
+
+
+def test_regions_must_fill_the_layout() -> None:
+    """Regions of another size than the layout's are a defect of the caller."""
+    with pytest.raises(ValueError, match="8 bytes, the layout 9"):
+        Image(scattered(9).layout, [torch.zeros(8, dtype=torch.uint8)])
+
+
+def test_device_is_where_the_bytes_are() -> None:
+    """An image of CPU tensors lies on the CPU, and so does an empty one."""
+    assert ["cpu", "cpu"] == [scattered(3).device.type, image_of({}).device.type]
+
+
+def test_digest_of_a_chunk_is_that_of_its_bytes() -> None:
+    """A chunk's digest depends on its bytes alone, not on the tensors they lie in."""
+    image = scattered(MIB - 5, 700_000, 3, MIB)
+    whole = content(image)
+    expected = [digest_bytes([memoryview(whole)[begin:end]]) for begin, end in image.layout.chunks]
+    assert expected == [image.digest(index) for index in range(len(image.layout.chunks))]
+
+
+@pytest.mark.parametrize("threads", [None, 1, 3])
+def test_manifest_has_each_chunk_digest_in_order(threads: int | None) -> None:
+    """The manifest is the same on any number of threads, and progress adds up to the image."""
+    image = scattered(MIB, MIB, MIB, 17)
+    done: list[int] = []
+    manifest = image.manifest(done.append, threads)
+    assert tuple(image.digest(index) for index in range(4)) == manifest.digests
+    assert [MIB, MIB, MIB, 17] == done
+
+
+def test_one_flipped_bit_changes_the_weights_id() -> None:
+    """A manifest taken after one bit flipped differs in that chunk alone."""
+    tensor = torch.zeros(3 * MIB, dtype=torch.uint8)
+    image = image_of({"a": tensor})
+    before = image.manifest()
+    tensor[MIB + 77] ^= 4
+    after = image.manifest()
+    assert [True, False, True] == [one == two for one, two in zip(before.digests, after.digests, strict=True)]
+    assert before.weights_id != after.weights_id
+
+
+def test_huge_pages_are_asked_for_whole_pages_only() -> None:
+    """Advice covers the 2 MiB pages wholly inside a tensor, and small tensors not at all."""
+    tensor = torch.empty(5 * HUGE_PAGE, dtype=torch.uint8)
+    assert image_of({"a": tensor}).advise_huge_pages() in (0, 4 * HUGE_PAGE, 5 * HUGE_PAGE)
+    assert 0 == image_of({"a": torch.empty(4096)}).advise_huge_pages()
+
+
+def test_no_advice_off_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other systems are not asked."""
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert 0 == advise_huge_pages(0, 1 << 30)

@@ -1,0 +1,131 @@
+"""Snapshots: an image behind a safetensors header is a file that safetensors itself reads."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from safetensors import safe_open
+from safetensors.torch import load, load_file
+from torch import nn
+
+from rfork.errors import StorageError
+from rfork.image import safetensors_header
+from rfork.image.capture import capture, image_of
+from rfork.image.memory import Image
+from rfork.image.safetensors_header import header, header_length, layout_of, weights_id_of
+from tests.unit.image.modules import Recipe, build, recipes
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
+
+
+def file_of(image: Image, weights_id: str | None = None) -> bytes:
+    with image.readable(0, image.layout.image_bytes) as views:
+        return header(image.layout, weights_id) + b"".join(views)
+
+
+@settings(max_examples=100, deadline=None)
+@given(recipes)
+def test_every_image_is_a_valid_file_that_gives_its_layout_back(recipe: Recipe) -> None:
+    """safetensors' own reader takes the file, and the layout read back is the layout written."""
+    image = capture(build(recipe, 1))
+    snapshot = file_of(image)
+    assert image.layout.image_bytes == sum(tensor.nbytes for tensor in load(snapshot).values())
+    assert image.layout == layout_of(snapshot)
+
+
+def test_plain_tensors_keep_name_type_shape_and_values(tmp_path: Path) -> None:
+    """Contiguous tensors of common types read back as they are, empty and 0-dim ones too."""
+    tensors = {
+        "wide": torch.randn(3, 4, dtype=torch.float64),
+        "half": torch.randn(5).to(torch.bfloat16),
+        "small": torch.randn(4, 3).to(torch.float8_e4m3fn),
+        "flags": torch.tensor([True, False]),
+        "scalar": torch.tensor(3),
+        "empty": torch.zeros(0, 7),
+    }
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(file_of(image_of(tensors)))
+    loaded = load_file(path)
+    assert sorted(tensors) == sorted(loaded)
+    for name, tensor in tensors.items():
+        assert (tensor.dtype, tensor.shape) == (loaded[name].dtype, loaded[name].shape)
+        assert torch.equal(tensor.view(torch.uint8) if tensor.dim() else tensor,
+                           loaded[name].view(torch.uint8) if tensor.dim() else loaded[name])  # fmt: skip
+
+
+def test_what_safetensors_cannot_say_is_bytes() -> None:
+    """Strided tensors and exotic types are U8 under their name."""
+    tensors = {"columns": torch.arange(6.0).view(2, 3).t(), "packed": torch.zeros(3, dtype=torch.uint8).view(torch.uint4)}
+    loaded = load(file_of(image_of(tensors)))
+    assert {"columns": (torch.uint8, (24,)), "packed": (torch.uint8, (3,))} == {
+        name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in loaded.items()
+    }
+
+
+def test_aliases_are_named_as_safetensors_save_model_names_them(tmp_path: Path) -> None:
+    """A tied weight is one entry, and its other names point to it in the metadata."""
+    module = nn.Module()
+    module.embed, module.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    module.head.weight = module.embed.weight
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(file_of(capture(module)))
+    with safe_open(path, "pt") as opened:
+        assert ["embed.weight"] == list(opened.keys())
+        assert "embed.weight" == opened.metadata()["head.weight"]
+
+
+def test_a_fused_tensor_and_its_parts_are_the_fused_tensor() -> None:
+    """Of overlapping tensors the one that covers the region keeps its type and shape."""
+    fused = torch.randn(6, 2)
+    loaded = load(file_of(image_of({"k": fused[2:4], "q": fused[:2], "qkv": fused, "v": fused[4:]})))
+    assert ["qkv"] == list(loaded)
+    assert torch.equal(fused, loaded["qkv"])
+
+
+@pytest.mark.parametrize("count", [0, 1, 30, 100])
+def test_data_starts_on_a_page(count: int) -> None:
+    """The header is a whole number of pages, so chunks are page-aligned in the file."""
+    prefix = header(image_of({f"t{index}": torch.zeros(1) for index in range(count)}).layout)
+    assert (0, len(prefix)) == (len(prefix) % 4096, header_length(prefix[:8]))
+
+
+def test_weights_id_is_kept() -> None:
+    """The header names the weights it was written with, or none."""
+    layout = image_of({"a": torch.zeros(1)}).layout
+    assert ("ab" * 16, None) == (weights_id_of(header(layout, "ab" * 16)), weights_id_of(header(layout)))
+
+
+def wrapped(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "it has 0 bytes"),
+        (b"\xff" * 16, "a header of 18446744073709551615 bytes"),
+        (struct.pack("<Q", 50) + b"{}", "cut short: 10 of 58"),
+        (wrapped(b"not json"), "cannot be read"),
+        (wrapped(b"[1, 2]"), "cannot be read"),
+        (wrapped(b"{}"), "has no rfork.layout"),
+        (wrapped(b'{"__metadata__": 3}'), "has no rfork.layout"),
+        (wrapped(json.dumps({"__metadata__": {"rfork.layout": "[3]"}}).encode()), "layout cannot be read"),
+    ],
+    ids=["empty", "noise", "cut", "text", "list", "foreign", "metadata", "layout"],
+)
+def test_what_is_no_snapshot_is_one_clear_error(data: bytes, why: str) -> None:
+    """A damaged or foreign file is a storage error that says what is wrong."""
+    with pytest.raises(StorageError, match=why):
+        layout_of(data)
+
+
+def test_a_header_nobody_could_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header longer than readers take is refused when it is made."""
+    monkeypatch.setattr(safetensors_header, "LONGEST_HEADER", 1000)
+    with pytest.raises(StorageError, match="readers take 1000"):
+        header(image_of({"a": torch.zeros(1)}).layout)

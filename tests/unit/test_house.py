@@ -1,0 +1,153 @@
+"""What holds for the repository as a whole: generated code, public names, which room may know which."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rfork
+
+ROOT = Path(__file__).parents[2]
+GENERATED = ROOT / "rfork" / "peer" / "v1"
+
+# Which rooms of `rfork` each room may import from. Every arrow points down this list.
+FOUNDATION = {"errors", "settings", "wire", "logs"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "wire": set(),
+    "logs": set(),
+    "settings": {"errors"},
+    "image": FOUNDATION,
+    "transport": FOUNDATION | {"image"},
+    "storage": FOUNDATION | {"image", "transport"},
+    "control": FOUNDATION | {"image"},
+    "peer": FOUNDATION | {"image", "transport", "control"},
+    "seed": FOUNDATION | {"image", "transport", "storage", "control", "peer"},
+    "fork": FOUNDATION | {"image", "transport", "storage", "control", "peer", "seed"},
+    "engines": FOUNDATION | {"image", "transport", "storage", "control", "peer", "seed", "fork"},
+    "cli": FOUNDATION | {"image", "transport", "storage", "control", "peer", "seed", "fork", "engines"},
+}
+# All that the planner may know of the other side; none of it imports torch.
+PLANNER_MAY_IMPORT = {
+    "rfork.control.lease",
+    "rfork.errors",
+    "rfork.image.ranges",
+    "rfork.logs",
+    "rfork.settings",
+    "rfork.wire",
+}
+
+
+def modules_of(package: str) -> Iterator[tuple[str, ast.Module]]:
+    """Dotted name and syntax tree of every module under a package that is not generated."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        if path.parent != GENERATED:
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts).removesuffix(".__init__"), ast.parse(path.read_text())
+
+
+def imports_of(tree: ast.Module) -> Iterator[str]:
+    """Each module a tree imports, at its top or inside functions; ``from a import b`` gives ``a.b``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def room_of(module: str) -> str:
+    """The room a module of `rfork` is in: the second part of its name."""
+    return module.split(".")[1]
+
+
+def test_every_room_has_its_arrows() -> None:
+    """Each package and module directly under rfork/ is a room whose allowed imports are written down."""
+    rooms = {path.stem for path in (ROOT / "rfork").iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert set(MAY_IMPORT) == rooms - {"__init__", "__main__", "__pycache__"}
+
+
+@pytest.mark.parametrize("room", sorted(MAY_IMPORT))
+def test_arrows_between_rooms_point_one_way(room: str) -> None:
+    """A room imports from the rooms below it and from no other; only the command starts the planner."""
+    wrong = [
+        f"{module} imports {imported}"
+        for module, tree in modules_of("rfork")
+        if module.startswith(f"rfork.{room}.") or module == f"rfork.{room}"
+        for imported in imports_of(tree)
+        if (
+            imported.startswith("rfork.")
+            and room_of(imported) not in MAY_IMPORT[room] | {room, "__version__"}
+        )
+        or (imported.split(".")[0] == "planner" and room != "cli")
+    ]
+    assert [] == wrong
+
+
+def test_planner_knows_only_what_both_sides_share() -> None:
+    """The planner imports wire models and their like from rfork, and never torch."""
+    wrong = [
+        f"{module} imports {imported}"
+        for module, tree in modules_of("planner")
+        for imported in imports_of(tree)
+        if imported.split(".")[0] == "torch"
+        or (
+            imported.startswith("rfork.")
+            and not any(imported == known or imported.startswith(f"{known}.") for known in PLANNER_MAY_IMPORT)
+            # `from rfork import wire` and `from rfork.image import ranges` name a module, not what is in it.
+            and imported not in PLANNER_MAY_IMPORT | {"rfork.__version__"}
+        )
+    ]
+    assert [] == wrong
+
+
+def test_public_names() -> None:
+    """These are the names that users of the package may rely on, and each of them is there."""
+    expected = ["ForkReport", "Rank", "RforkError", "Settings", "__version__", "capture", "fork", "seed"]
+    assert expected == rfork.__all__
+    assert [] == [name for name in expected if getattr(rfork, name) is None]
+
+
+def test_generated_protocol_code_is_fresh(tmp_path: Path) -> None:
+    """The code under rfork/peer/v1 is what `make proto` makes of proto/rfork/v1/peer.proto."""
+    command = [
+        sys.executable, "-m", "grpc_tools.protoc", "-Irfork/peer/v1=proto/rfork/v1",
+        f"--python_out={tmp_path}", f"--grpc_python_out={tmp_path}",
+        f"--mypy_out=quiet:{tmp_path}", f"--mypy_grpc_out=quiet:{tmp_path}", "proto/rfork/v1/peer.proto",
+    ]  # fmt: skip
+    tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": tools}, check=True)
+    made = {path.name: path.read_text() for path in (tmp_path / "rfork" / "peer" / "v1").iterdir()}
+    kept = {path.name: path.read_text() for path in GENERATED.glob("peer_pb2*.py*")}
+    assert made == kept
+
+
+def test_every_test_says_what_holds() -> None:
+    """Each test function has a docstring."""
+    silent = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if node.name.startswith("test_") and not ast.get_docstring(node)
+    ]
+    assert [] == silent
+
+
+def test_every_package_has_its_line() -> None:
+    """Each package of rfork and planner, and each test folder, is named in docs/structure.md."""
+    packages = {
+        str(path.parent.relative_to(ROOT))
+        for top in ("rfork", "planner")
+        for path in (ROOT / top).rglob("__init__.py")
+    }
+    rooms = {str(path.relative_to(ROOT)) for path in (ROOT / "rfork").glob("[a-z]*.py")}
+    suites = {str(path.parent.relative_to(ROOT)) for path in (ROOT / "tests").glob("*/test_*.py")}
+    page = (ROOT / "docs" / "structure.md").read_text()
+    expected = packages - {"rfork"} | rooms | suites
+    assert set() == {name for name in expected if f"| `{name}` |" not in page}

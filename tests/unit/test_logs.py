@@ -1,0 +1,76 @@
+"""Log lines as people and as machines read them."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from rfork.logs import configure
+
+
+@pytest.fixture(autouse=True)
+def _keep_logging_as_it_is() -> Iterator[None]:
+    """The test runner's own logging comes back after each test."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers, root.level = handlers, level
+    structlog.reset_defaults()
+
+
+def logged(*, as_json: bool, level: str) -> list[str]:
+    """The lines that one debug and one info event, and one record of the standard library, become."""
+    stream = io.StringIO()
+    configure(as_json, level, stream=stream)
+    log = structlog.get_logger("rfork.test")
+    log.debug("chunk.read", chunk=3)
+    log.info("fork.finished", seconds=1.5)
+    logging.getLogger("elsewhere").warning("disk %s", "full")
+    return stream.getvalue().splitlines()
+
+
+def test_json_lines_carry_level_event_and_fields() -> None:
+    """With json each event is one object, whoever logged it, and lesser events are left out."""
+    objects = [json.loads(line) for line in logged(as_json=True, level="info")]
+    assert {True} == {one.pop("timestamp").endswith("Z") for one in objects}
+    assert [
+        {"level": "info", "event": "fork.finished", "seconds": 1.5},
+        {"level": "warning", "event": "disk full"},
+    ] == objects
+
+
+def test_text_lines_carry_level_event_and_fields() -> None:
+    """As text each event is one line without colour codes where there is no terminal."""
+    lines = [line.split(maxsplit=1)[1] for line in logged(as_json=False, level="debug")]
+    assert [
+        "[debug    ] chunk.read chunk=3",
+        "[info     ] fork.finished seconds=1.5",
+        "[warning  ] disk full",
+    ] == lines
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_tracebacks_do_not_show_local_variables(as_json: bool) -> None:
+    """A logged exception has its traceback, and not the values that were at hand, such as tokens."""
+    stream = io.StringIO()
+    configure(as_json, "info", stream=stream)
+    token = "".join(("se", "cret"))
+    try:
+        raise ValueError(f"a token of {len(token)} characters")
+    except ValueError:
+        structlog.get_logger("rfork.test").exception("lease.refused")
+    assert (True, False) == ("a token of 6 characters" in stream.getvalue(), "secret" in stream.getvalue())
+
+
+def test_servers_inside_stay_quiet() -> None:
+    """What uvicorn and httpx say of every request does not reach the log, their warnings do."""
+    stream = io.StringIO()
+    configure(True, "info", stream=stream)
+    logging.getLogger("httpx").info("GET /v1/models")
+    logging.getLogger("uvicorn").error("no")
+    assert ["no"] == [json.loads(line)["event"] for line in stream.getvalue().splitlines()]

@@ -39,9 +39,8 @@ def main() -> None:
     target = torch.zeros(size, dtype=torch.uint8)
     view = host_view(source.data_ptr(), size)
     dense = image_of({"dense": source})
-    small = image_of({
-        f"small.{index}": source[index * SMALL_BYTES :][:SMALL_BYTES].clone() for index in range(SMALL_TENSORS)
-    })  # fmt: skip
+    pieces = source[: SMALL_TENSORS * SMALL_BYTES].view(SMALL_TENSORS, SMALL_BYTES)
+    small = image_of({f"small.{index}": piece.clone() for index, piece in enumerate(pieces)})
     libc = ctypes.CDLL(None)
     libc.memchr.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
     libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

@@ -84,7 +84,7 @@ def interleave(contenders: Mapping[str, Contender], rounds: int) -> dict[str, li
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=rounds * len(contenders))
         for number in range(rounds):
-            names = list(contenders) if number % 2 == 0 else list(reversed(contenders))
+            names = list(contenders) if number % 2 == 0 else list(contenders)[::-1]
             for name in names:
                 progress.update(task, description=f"round {number + 1}/{rounds}: {name}")
                 seconds[name].append(contenders[name]())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -33,13 +33,42 @@ Times are in seconds, sizes in bytes, chunk ranges half-open. Errors are RFC 945
 """
 
 
+class PlannerApp(FastAPI):
+    """Adds to the OpenAPI document what routes alone do not tell: the problem's schema and the token."""
+
+    def __init__(self, *, guarded: bool) -> None:
+        super().__init__(title="rfork planner", version=rfork.__version__, description=DESCRIPTION)
+        self._guarded = guarded
+        self._document: dict[str, Any] | None = None
+
+    def openapi(self) -> dict[str, Any]:
+        """The OpenAPI document, made once."""
+        if self._document is None:
+            self._document = self._describe()
+        return self._document
+
+    def _describe(self) -> dict[str, Any]:
+        document = get_openapi(
+            title=self.title, version=self.version, description=self.description, routes=self.routes
+        )
+        components = document.setdefault("components", {})
+        components.setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
+        if self._guarded:
+            components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"token": []}]
+            for path in OPEN_PATHS:
+                for operation in document["paths"][path].values():
+                    operation["security"] = []
+        return document
+
+
 def create_app(settings: PlannerSettings, clock: Clock | None = None, store: Store | None = None) -> FastAPI:
     """Build the application; `clock` and `store` default to this machine's clocks and memory."""
     metrics = Metrics()
     registry = Registry(
         settings, store or MemoryStore(keep_forks=settings.keep_forks), clock or Clock(), metrics
     )
-    app = FastAPI(title="rfork planner", version=rfork.__version__, description=DESCRIPTION)
+    app = PlannerApp(guarded=settings.token is not None)
     problems.install(app)
     # The one added last is met first: the log sees every request, the limit only those let in.
     app.add_middleware(BodyLimit)
@@ -53,21 +82,4 @@ def create_app(settings: PlannerSettings, clock: Clock | None = None, store: Sto
         health_router(registry, metrics),
     ):
         app.include_router(router)
-    _describe(app, guarded=settings.token is not None)
     return app
-
-
-def _describe(app: FastAPI, *, guarded: bool) -> None:
-    """Add to the OpenAPI document what routes alone do not tell: the problem's schema and the token."""
-    document = get_openapi(
-        title=app.title, version=app.version, description=app.description, routes=app.routes
-    )
-    components = document.setdefault("components", {})
-    components.setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
-    if guarded:
-        components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"token": []}]
-        for path in OPEN_PATHS:
-            for operation in document["paths"][path].values():
-                operation["security"] = []
-    app.openapi_schema = document

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from planner.problems import ProblemError, problem_response
+from rfork.logs import logger
 
 OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
 MAX_BODY: Final = 4 << 20
@@ -26,7 +27,7 @@ class RequestLog:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._log = structlog.get_logger("planner.http")
+        self._log = logger("planner.http")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Final
 
-import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from rfork.logs import logger
 from rfork.wire import Problem
 
 TYPES: Final = "https://rfork.dev/problems/"
@@ -74,7 +74,7 @@ def invalid(field: str, message: str) -> ProblemError:
 
 def install(app: FastAPI) -> None:
     """Have every error of the application answered with a problem document."""
-    log = structlog.get_logger("planner.problems")
+    log = logger("planner.problems")
 
     async def on_problem(request: Request, error: Exception) -> JSONResponse:
         if not isinstance(error, ProblemError):

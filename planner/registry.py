@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-import structlog
-
 from planner import policy
 from planner.blame import Verdict, judge
 from planner.fleet import Decision, Demand
@@ -19,6 +17,7 @@ from planner.metrics import Metrics
 from planner.problems import ProblemError, invalid
 from planner.store.base import Store
 from planner.store.records import ForkRecord, InstanceRecord
+from rfork.logs import logger
 from rfork.settings import PlannerSettings
 from rfork.wire import (
     ChunkRange,
@@ -48,7 +47,7 @@ class Registry:
         secret = settings.secret.get_secret_value() if settings.secret else None
         self._mint = LeaseMint(secret, ttl_s=settings.lease_ttl_s, clock=clock)
         self._next_sweep = clock.monotonic()
-        self._log = structlog.get_logger("planner.registry")
+        self._log = logger("planner.registry")
 
     def report(self, report: InstanceReport) -> InstanceAck:
         """Register an instance or take its heartbeat."""

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Final
 
-import structlog
 import uvicorn
 
-from planner import logs
 from planner.app import create_app
 from rfork.errors import PortInUse, SettingsError
+from rfork.logs import configure, logger
 from rfork.settings import LOOPBACK, PlannerSettings
 
 BACKLOG: Final = 2048
@@ -28,9 +27,9 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 def serve(settings: PlannerSettings, ready: Callable[[str], None] | None = None) -> None:
     """Serve until SIGINT or SIGTERM; `ready` is called with the URL once requests are answered.
 
-    Raises PortInUse, or SettingsError for an address or TLS files that cannot be used.
+    Logs through structlog as the caller has set it up. Raises PortInUse, or SettingsError for an address
+    or TLS files that cannot be used.
     """
-    logs.configure(as_json=settings.log_json, level=settings.log_level)
     with bind(settings) as listener, _quiet_signals():
         _server(settings, listener, ready).run(sockets=[listener])
 
@@ -106,7 +105,7 @@ class _Server(uvicorn.Server):
 def _server(
     settings: PlannerSettings, listener: socket.socket, ready: Callable[[str], None] | None
 ) -> uvicorn.Server:
-    log, tls, url = structlog.get_logger("planner"), settings.tls, url_of(settings, listener)
+    log, tls, url = logger("planner"), settings.tls, url_of(settings, listener)
     config = uvicorn.Config(
         create_app(settings),
         workers=1,

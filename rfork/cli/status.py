@@ -82,6 +82,6 @@ def _line(view: InstanceView) -> str:
     colour = {"serving": "green", "loading": "cyan", "draining": "yellow"}[report.state]
     trouble = f" [red]quarantined: {escaped(view.quarantined)}[/]" if view.quarantined else ""
     return (
-        f"[{colour}]{word}[/] {report.instance_id[:8]} {escaped(report.model)} on {escaped(report.placement.host)} "
-        f"{share:.0%} verified, {len(report.readers)} readers{trouble}"
+        f"[{colour}]{word}[/] {report.instance_id[:8]} {escaped(report.model)} "
+        f"on {escaped(report.placement.host)} {share:.0%} verified, {len(report.readers)} readers{trouble}"
     )

@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-import structlog
-
 from rfork.control.client import PlannerClient
 from rfork.errors import NetworkError, RforkError
+from rfork.logs import logger
 from rfork.wire import InstanceAck, InstanceReport
 
 FIRST_RETRY_S: Final = 0.25
@@ -53,7 +52,7 @@ class Heartbeat:
         self._connected = threading.Event()
         self._failures = 0
         self._instance_id: str | None = None
-        self._log = structlog.get_logger("rfork.heartbeat")
+        self._log = logger("rfork.heartbeat")
         self._thread = threading.Thread(target=self._run, name="rfork-heartbeat", daemon=True)
 
     @property

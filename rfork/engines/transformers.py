@@ -72,7 +72,7 @@ def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, *, tokens: int = 24
 ) -> str:
-    """The greedy continuation of `prompt`, at most `tokens` tokens; uses the chat template if there is one."""
+    """The greedy answer to `prompt`, at most `tokens` tokens; uses the chat template if there is one."""
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
 import torch
 from torch import nn
 
 from rfork.errors import NothingLeft, RforkError, UserError
 from rfork.image import ranges
 from rfork.image.memory import Image
+from rfork.logs import logger
 from rfork.storage.checkpoint import Checkpoint
 
-log = structlog.get_logger(__name__)
+log = logger(__name__)
 
 Loader = Callable[[nn.Module], None]
 

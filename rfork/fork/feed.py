@@ -24,11 +24,17 @@ from rfork.wire import Lease, Route
 class FeedListener(Protocol):
     """What a feed tells the puller, on the feed's own thread."""
 
-    def on_manifest(self, feed: Feed, manifest: Manifest) -> None: ...
+    def on_manifest(self, feed: Feed, manifest: Manifest) -> None:
+        """What the source's image holds; before its first offer. May raise what ends the feed."""
+        ...
 
-    def on_offer(self, feed: Feed, chunks: tuple[Range, ...]) -> None: ...
+    def on_offer(self, feed: Feed, chunks: tuple[Range, ...]) -> None:
+        """These chunks can be read from the source from now on."""
+        ...
 
-    def on_failure(self, feed: Feed, error: RforkError) -> None: ...
+    def on_failure(self, feed: Feed, error: RforkError) -> None:
+        """The feed has ended by itself."""
+        ...
 
 
 class Feed:

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import structlog
-
 from rfork.errors import (
     DeadlinePassed,
     NoSource,
@@ -32,10 +30,11 @@ from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.image.ranges import Range
+from rfork.logs import logger
 from rfork.settings import Settings
 from rfork.wire import Lease, Plan, Route, SourceFault
 
-log = structlog.get_logger(__name__)
+log = logger(__name__)
 
 TICK_S = 0.25
 """How often stalls, silence and the deadline are looked at; events are acted on at once."""
@@ -64,8 +63,9 @@ class Pulled:
 class Puller:
     """One fork's pull. `run` it once.
 
-    `open_feed` makes the (not yet started) feed of one route; `replan` asks the planner for a (new) plan, given the faults since the last one; `learn` is told
-    the manifest before the first chunk is verified. `reasons` collects each failure on the way.
+    `open_feed` makes the (not yet started) feed of one route; `replan` asks the planner for a (new)
+    plan, given the faults since the last one; `learn` is told the manifest before the first chunk is
+    verified. `reasons` collects each failure on the way.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Puller:
                 retry_at = now + (again_s or FIRST_RETRY_S)
 
     def _ask(self) -> tuple[Plan | None, RforkError]:
-        """One call to the planner: its plan if it answered, and the error to end with if there is no route."""
+        """One call to the planner: its plan, if any, and the error to end with if there is no route."""
         with self._changed:
             faults = tuple(self._faults)
         try:

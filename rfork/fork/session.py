@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from uuid import uuid4
 
-import structlog
 from torch import nn
 
 from rfork.control.client import PlannerClient
@@ -26,20 +25,21 @@ from rfork.errors import (
     UnsupportedTensor,
 )
 from rfork.fork.explain import explain_mismatch
-from rfork.fork.feed import Feed, FeedListener
 from rfork.fork.fallback import Derived, Fallback, fall_back
+from rfork.fork.feed import Feed, FeedListener
 from rfork.fork.puller import Pulled, Puller
 from rfork.fork.report import ForkReport, Outcome, Stopwatch
 from rfork.image.board import ChunkBoard
 from rfork.image.capture import capture
 from rfork.image.memory import Image
+from rfork.logs import logger
 from rfork.peer.base import Dial
 from rfork.seed.seed import Identity, Seed, seal
 from rfork.settings import Settings
 from rfork.transport.base import Transport
 from rfork.wire import ForkFinish, ForkProgress, ForkRequest, Plan, Route, SourceFault
 
-log = structlog.get_logger(__name__)
+log = logger(__name__)
 
 PROGRESS_S = 1.0
 NOTHING_PULLED = Pulled(0, 0, 0, ())

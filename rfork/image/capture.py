@@ -58,7 +58,8 @@ def image_of(tensors: Mapping[str, torch.Tensor]) -> Image:
     for name, tensor in tensors.items():
         if reason := _why_not(tensor):
             raise UnsupportedTensor(name, reason)
-    regions = sorted(_regions(tensors), key=lambda region: region.order)
+    rank = {name: place for place, name in enumerate(sorted(tensors, key=natural))}
+    regions = sorted(_regions(tensors, rank), key=lambda region: (-region.alignment, rank[region.names[0]]))
     specs: list[TensorSpec] = []
     offset = 0
     for region in regions:
@@ -66,7 +67,7 @@ def image_of(tensors: Mapping[str, torch.Tensor]) -> Image:
             specs.append(_spec(name, tensors[name], offset + tensors[name].data_ptr() - region.begin))
         offset += region.end - region.begin
     specs += [_spec(name, tensor, 0) for name, tensor in tensors.items() if tensor.numel() == 0]
-    specs.sort(key=lambda spec: (spec.offset, natural(spec.name)))
+    specs.sort(key=lambda spec: (spec.offset, rank[spec.name]))
     return Image(Layout(tuple(specs), offset), [_bytes_of(region, tensors) for region in regions])
 
 
@@ -96,11 +97,11 @@ class _Region:
     names: tuple[str, ...]
 
     @property
-    def order(self) -> tuple[int, tuple[tuple[str | int, ...], str]]:
-        return -alignment_of(self.itemsize, self.end - self.begin), natural(self.names[0])
+    def alignment(self) -> int:
+        return alignment_of(self.itemsize, self.end - self.begin)
 
 
-def _regions(tensors: Mapping[str, torch.Tensor]) -> list[_Region]:
+def _regions(tensors: Mapping[str, torch.Tensor], rank: Mapping[str, int]) -> list[_Region]:
     """One region for each set of tensors that overlap in memory; neighbours that only touch are two."""
     spans = sorted(
         (str(tensor.device), tensor.data_ptr(), _length(tensor), name)
@@ -117,7 +118,12 @@ def _regions(tensors: Mapping[str, torch.Tensor]) -> list[_Region]:
             groups.append([name])
             bounds.append((device, begin, begin + length))
     return [
-        _Region(begin, end, max(tensors[name].itemsize for name in names), tuple(sorted(names, key=natural)))
+        _Region(
+            begin,
+            end,
+            max(tensors[name].itemsize for name in names),
+            tuple(sorted(names, key=rank.__getitem__)),
+        )
         for names, (_, begin, end) in zip(groups, bounds, strict=True)
     ]
 

@@ -57,7 +57,8 @@ def digest_bytes(pieces: Sequence[memoryview]) -> bytes:
             leaf.reset()
             at = room
         rest = size - (size - at) % LEAF_BYTES
-        leaves += [xxhash.xxh3_128_digest(piece[low : low + LEAF_BYTES]) for low in range(at, rest, LEAF_BYTES)]
+        for low in range(at, rest, LEAF_BYTES):
+            leaves.append(xxhash.xxh3_128_digest(piece[low : low + LEAF_BYTES]))
         leaf.update(piece[rest:])
         room = LEAF_BYTES - (size - rest)
     if room < LEAF_BYTES:

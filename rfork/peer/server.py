@@ -44,20 +44,34 @@ class PeerHost(Protocol):
     generation: int
 
     @property
-    def manifest(self) -> Manifest | None: ...
+    def manifest(self) -> Manifest | None:
+        """What the image holds; None while a relay has not learnt it."""
+        ...
 
     @property
-    def draining(self) -> bool: ...
+    def draining(self) -> bool:
+        """Whether it takes no new readers."""
+        ...
 
-    def check(self, token: str) -> str: ...
+    def check(self, token: str) -> str:
+        """The fork_id that a token was leased to; raises LeaseRefused or SourceChanged."""
+        ...
 
-    def open_channel(self, fork_id: str, layout_id: str, transports: list[str]) -> tuple[str, Endpoint]: ...
+    def open_channel(self, fork_id: str, layout_id: str, transports: list[str]) -> tuple[str, Endpoint]:
+        """Give a place: the channel's id and how to read. Raises LayoutMismatch, SourceBusy, SourceChanged."""
+        ...
 
-    def has_channel(self, channel_id: str, fork_id: str) -> bool: ...
+    def has_channel(self, channel_id: str, fork_id: str) -> bool:
+        """Whether this fork holds an open channel of this id."""
+        ...
 
-    def close_channel(self, channel_id: str) -> None: ...
+    def close_channel(self, channel_id: str) -> None:
+        """Take the place back; one that is gone is no error."""
+        ...
 
-    def on_change(self, listener: Callable[[], None]) -> AbstractContextManager[None]: ...
+    def on_change(self, listener: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call `listener`, on any thread, after each change inside the `with` block."""
+        ...
 
 
 class PeerServer:
@@ -138,7 +152,7 @@ class _Servicer(peer_pb2_grpc.PeerServicer):
     def __init__(self, host: PeerHost) -> None:
         self._host = host
 
-    async def GetManifest(  # noqa: N802  # gRPC's name
+    async def GetManifest(  # gRPC's name
         self,
         request: peer_pb2.GetManifestRequest,
         context: grpc.aio.ServicerContext[peer_pb2.GetManifestRequest, peer_pb2.GetManifestResponse],
@@ -155,7 +169,7 @@ class _Servicer(peer_pb2_grpc.PeerServicer):
         ):
             yield part
 
-    async def OpenChannel(  # noqa: N802
+    async def OpenChannel(
         self,
         request: peer_pb2.OpenChannelRequest,
         context: grpc.aio.ServicerContext[peer_pb2.OpenChannelRequest, peer_pb2.OpenChannelResponse],
@@ -169,7 +183,7 @@ class _Servicer(peer_pb2_grpc.PeerServicer):
             await _abort(context, error)
         return codec.endpoint_message(channel_id, endpoint, self._host.generation)
 
-    async def WatchProgress(  # noqa: N802
+    async def WatchProgress(
         self,
         request: peer_pb2.WatchProgressRequest,
         context: grpc.aio.ServicerContext[peer_pb2.WatchProgressRequest, peer_pb2.WatchProgressResponse],
@@ -198,7 +212,7 @@ class _Servicer(peer_pb2_grpc.PeerServicer):
         finally:
             self._host.close_channel(channel_id)
 
-    async def CloseChannel(  # noqa: N802
+    async def CloseChannel(
         self,
         request: peer_pb2.CloseChannelRequest,
         context: grpc.aio.ServicerContext[peer_pb2.CloseChannelRequest, peer_pb2.CloseChannelResponse],

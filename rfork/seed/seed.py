@@ -17,14 +17,13 @@ from types import TracebackType
 from typing import Self
 from uuid import uuid4
 
-import structlog
-
 from rfork.control.client import PlannerClient
 from rfork.control.heartbeat import Heartbeat
 from rfork.errors import LayoutMismatch, SourceBusy, SourceChanged
 from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
+from rfork.logs import logger
 from rfork.peer.server import PeerServer
 from rfork.seed.governor import Governor
 from rfork.seed.leases import LeaseBook
@@ -32,7 +31,7 @@ from rfork.settings import Settings
 from rfork.transport.base import Endpoint, Exporter, Transport
 from rfork.wire import InstanceAck, InstanceReport, InstanceState, Placement, Rank
 
-log = structlog.get_logger(__name__)
+log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Seed:
         self.image = image
         self.identity = identity
         self.settings = settings
-        self.board = board or ChunkBoard.full(image.layout.chunks)
+        self.board = board if board is not None else ChunkBoard.full(image.layout.chunks)
         self.generation = 0
         self.given_bytes = 0
         self._manifest = manifest

@@ -1,0 +1,1 @@
+"""How bytes move: one-sided reads of image ranges, over whatever this machine has."""

@@ -19,9 +19,6 @@ TRANSPORTS: Table = {
 }
 """Every transport by its name in settings, best first."""
 
-AUTOMATIC = ("transfer_engine", "http")
-"""What is tried where `RFORK_TRANSPORTS` says nothing."""
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -37,7 +34,7 @@ class Choice:
 def choose(settings: Settings, table: Table = TRANSPORTS) -> list[Transport]:
     """The transports to offer and to accept, best first.
 
-    With `settings.transports` exactly those, in that order; else each of `AUTOMATIC` that can run here.
+    With `settings.transports` exactly those, in that order; else each of `table` that can run here.
     Raises SettingsError when one that was asked for is unknown, named twice or cannot run here, and
     when none is left.
     """
@@ -45,7 +42,7 @@ def choose(settings: Settings, table: Table = TRANSPORTS) -> list[Transport]:
         return _asked(settings.transports, settings, table)
     usable = [
         transport
-        for transport in (table[name](settings) for name in AUTOMATIC if name in table)
+        for transport in (make(settings) for make in table.values())
         if transport.availability().usable
     ]
     if not usable:
@@ -55,7 +52,7 @@ def choose(settings: Settings, table: Table = TRANSPORTS) -> list[Transport]:
 
 def explain(settings: Settings, table: Table = TRANSPORTS) -> list[Choice]:
     """What `choose` does, row by row, those in use first; never raises."""
-    names = settings.transports if settings.transports is not None else AUTOMATIC
+    names = settings.transports if settings.transports is not None else tuple(table)
     rows = [_row(name, settings, table) for name in dict.fromkeys(names)]
     place = 0
     chosen: list[Choice] = []
@@ -71,9 +68,10 @@ def explain(settings: Settings, table: Table = TRANSPORTS) -> list[Choice]:
                 available.hint,
             )
         )
-    not_asked = "not asked for (RFORK_TRANSPORTS)" if settings.transports is not None else "only on request"
     chosen.sort(key=lambda choice: choice.place or len(rows) + 1)
-    return chosen + [Choice(name, False, None, not_asked) for name in table if name not in names]
+    return chosen + [
+        Choice(name, False, None, "not asked for (RFORK_TRANSPORTS)") for name in table if name not in names
+    ]
 
 
 def _asked(names: tuple[str, ...], settings: Settings, table: Table) -> list[Transport]:

@@ -8,9 +8,8 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-import structlog
 
-from rfork.logs import configure
+from rfork.logs import configure, logger
 
 
 @pytest.fixture(autouse=True)
@@ -20,14 +19,13 @@ def _keep_logging_as_it_is() -> Iterator[None]:
     handlers, level = root.handlers[:], root.level
     yield
     root.handlers, root.level = handlers, level
-    structlog.reset_defaults()
 
 
 def logged(*, as_json: bool, level: str) -> list[str]:
     """The lines that one debug and one info event, and one record of the standard library, become."""
     stream = io.StringIO()
     configure(as_json, level, stream=stream)
-    log = structlog.get_logger("rfork.test")
+    log = logger("rfork.test")
     log.debug("chunk.read", chunk=3)
     log.info("fork.finished", seconds=1.5)
     logging.getLogger("elsewhere").warning("disk %s", "full")
@@ -63,7 +61,7 @@ def test_tracebacks_do_not_show_local_variables(as_json: bool) -> None:
     try:
         raise ValueError(f"a token of {len(token)} characters")
     except ValueError:
-        structlog.get_logger("rfork.test").exception("lease.refused")
+        logger("rfork.test").exception("lease.refused")
     assert (True, False) == ("a token of 6 characters" in stream.getvalue(), "secret" in stream.getvalue())
 
 

@@ -20,7 +20,7 @@ from rfork.transport.http import fields as http_fields
 from rfork.transport.http.fields import RangeNotSatisfiable
 
 PATH = "/v1/image"
-SLICE_BYTES = 4 << 20
+SLICE_BYTES = 8 << 20
 """The gate is asked, and the rate limited, before each slice of this size."""
 
 _STATUS_OF: Mapping[type[RforkError], HTTPStatus] = {
@@ -48,12 +48,12 @@ class ImageFile:
         self.gate = gate
         self.size = len(header) + image.layout.image_bytes
         self._nonce = secrets.token_hex(8)
+        self._version = gate.version if isinstance(gate, VersionedGate) else lambda: "0"
 
     @property
     def etag(self) -> str:
         """A strong entity tag: no other export, here or in a process that takes over the port, has it."""
-        version = self.gate.version() if isinstance(self.gate, VersionedGate) else "0"
-        return f'"{self._nonce}-{version}"'
+        return f'"{self._nonce}-{self._version()}"'
 
     def admit(self, token: str, begin: int, end: int) -> None:
         """Ask the gate for file range `[begin, end)`; for the header it needs the lease alone."""

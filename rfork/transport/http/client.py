@@ -15,6 +15,7 @@ from rfork.image.memory import Image
 from rfork.transport.base import TokenSource
 from rfork.transport.http import fields as http_fields
 from rfork.transport.http.exchange import Patience, Place, ask, dial, fill, refused
+from rfork.transport.http.heads import keeps_alive
 from rfork.transport.http.stream import Cursor, Stream
 
 REQUEST_BYTES = 32 << 20
@@ -111,15 +112,14 @@ class HttpReader:
         patience = Patience(self._place, self._stall_s, deadline)
         first, count = self._data_offset + begin + cursor.done, until - cursor.done
         response, body = ask(stream, first, first + count, self._token(), self._etag, patience)
-        if response.status_code != 206:
+        if response.status != 206:
             raise refused(stream, response, body, patience)
-        fields = http_fields.by_name(response.headers)
-        self._check(fields, first, first + count)
+        self._check(response.fields, first, first + count)
         if len(body) > count:
             raise SourceCorrupt(f"{self._place} sends more than the {count} bytes it was asked for")
         cursor.put(body)
         fill(stream, cursor, count - len(body), patience)
-        return http_fields.keeps_alive(fields, response.http_version)
+        return keeps_alive(response)
 
     def _check(self, fields: Mapping[str, str], begin: int, end: int) -> None:
         """Refuse a 206 answer whose body is not exactly file range `[begin, end)` of this very file."""

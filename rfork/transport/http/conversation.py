@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from http import HTTPStatus
-
-import h11
 
 from rfork.transport.http import fields as http_fields
 from rfork.transport.http.answer import Answer, ImageFile, answer, refusal
+from rfork.transport.http.heads import BadHead, RequestHead, keeps_alive, parse_request
 from rfork.transport.http.stream import Stream
 
 LARGEST_HEAD = 16 << 10
@@ -47,31 +46,28 @@ class Conversation:
         while alive:
             try:
                 head = read_head(self.stream, received, patience_s, self._stall_s)
-            except h11.RemoteProtocolError as error:
-                self._send("GET", refusal(HTTPStatus(error.error_status_hint), str(error)), "", alive=False)
+            except BadHead as error:
+                self._send("GET", refusal(HTTPStatus(error.status), str(error)), "", alive=False)
                 break
             if head is None:
                 return
             request, received = head
-            method, fields = request.method.decode(), http_fields.by_name(request.headers)
-            decided = self._decide(method, request.target.decode(), fields)
-            # The body of a refused request stays unread, so that what follows it cannot be told apart.
-            alive = decided.status is not HTTPStatus.BAD_REQUEST and http_fields.keeps_alive(
-                fields, request.http_version
-            )
+            decided = self._decide(request)
+            # The body of a refused request stays unread: what follows it cannot be told from it.
+            alive = decided.status is not HTTPStatus.BAD_REQUEST and keeps_alive(request)
             if decided.admitted:
                 patience_s = IDLE_S
                 if not self._seat(self):
                     again = ("Retry-After", "1")
                     decided = refusal(HTTPStatus.SERVICE_UNAVAILABLE, "all places are taken", again)
                     alive = False
-            self._send(method, decided, http_fields.bearer(fields) or "", alive=alive)
+            self._send(request.method, decided, http_fields.bearer(request.fields) or "", alive=alive)
         self._linger()
 
-    def _decide(self, method: str, target: str, fields: Mapping[str, str]) -> Answer:
-        if "transfer-encoding" in fields or fields.get("content-length", "0") != "0":
+    def _decide(self, request: RequestHead) -> Answer:
+        if "transfer-encoding" in request.fields or request.fields.get("content-length", "0") != "0":
             return refusal(HTTPStatus.BAD_REQUEST, "a request for an image has no body")
-        return answer(method, target, fields, self._file)
+        return answer(request.method, request.target, request.fields, self._file)
 
     def _send(self, method: str, decided: Answer, token: str, *, alive: bool) -> None:
         head = decided.head(alive=alive)
@@ -99,25 +95,19 @@ class Conversation:
 
 def read_head(
     stream: Stream, received: bytes, idle_s: float, head_s: float
-) -> tuple[h11.Request, bytes] | None:
+) -> tuple[RequestHead, bytes] | None:
     """Read one request's head: it, and the bytes behind it that came along; None: the client is done.
 
     Waits `idle_s` seconds for the first byte and from then on `head_s` for the rest, however the
-    client spreads it. Raises TimeoutError or another OSError, and RemoteProtocolError for what is not
-    HTTP or is too large.
+    client spreads it. Raises TimeoutError or another OSError, and BadHead.
     """
-    parser = h11.Connection(h11.SERVER, max_incomplete_event_size=LARGEST_HEAD)
     begun = bool(received)
     until = time.monotonic() + (head_s if begun else idle_s)
-    if begun:
-        parser.receive_data(received)
-    while True:
-        event = parser.next_event()
-        if isinstance(event, h11.Request):
-            return event, parser.trailing_data[0]
-        if event is not h11.NEED_DATA:
-            return None
+    while (head := parse_request(received, LARGEST_HEAD)) is None:
         data = stream.receive(4096, until - time.monotonic())
-        if data and not begun:
+        if not data:
+            return None
+        if not begun:
             begun, until = True, time.monotonic() + head_s
-        parser.receive_data(data)
+        received += data
+    return head

@@ -5,14 +5,13 @@ Nothing here waits past a deadline, nor longer than the stall limit for the next
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
-
-import h11
 
 from rfork.errors import (
     LeaseRefused,
@@ -23,7 +22,7 @@ from rfork.errors import (
     SourceGone,
     SourceStalled,
 )
-from rfork.transport.http import fields as http_fields
+from rfork.transport.http.heads import BadHead, ResponseHead, parse_response
 from rfork.transport.http.stream import Cursor, PlainStream, Stream, TlsStream
 
 LARGEST_HEAD = 64 << 10
@@ -39,6 +38,8 @@ _MEANING: Mapping[int, type[RforkError]] = {
     410: SourceChanged,
     412: SourceChanged,
 }
+
+_VISIBLE = re.compile(r"[\x21-\x7e]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ class Place:
             raise SourceCorrupt(f"cannot read from {url!r}: not an http or https URL")
         secure = parts.scheme == "https"
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        if not _VISIBLE.fullmatch(target + parts.netloc):
+            raise SourceCorrupt(f"cannot read from {url!r}: its special characters are not quoted")
         authority = parts.netloc.rpartition("@")[2]
         return cls(parts.hostname, port or (443 if secure else 80), secure, authority, target)
 
@@ -120,42 +123,37 @@ def dial(place: Place, context: ssl.SSLContext | None, stall_s: float, deadline:
 
 def ask(
     stream: Stream, begin: int, end: int, token: str, etag: str, patience: Patience
-) -> tuple[h11.Response, bytes]:
+) -> tuple[ResponseHead, bytes]:
     """Ask for file range `[begin, end)`: the answer's head, and what of its body came along with it.
 
     Raises SourceStalled, SourceCorrupt for what is not HTTP, or OSError when the connection drops.
     """
-    parser = h11.Connection(h11.CLIENT, max_incomplete_event_size=LARGEST_HEAD)
-    headers = [
-        ("Host", patience.place.authority),
-        ("Range", f"bytes={begin}-{end - 1}"),
-        ("Accept-Encoding", "identity"),
+    lines = [
+        f"GET {patience.place.target} HTTP/1.1",
+        f"Host: {patience.place.authority}",
+        f"Range: bytes={begin}-{end - 1}",
+        "Accept-Encoding: identity",
     ]
     if token:
-        headers.append(("Authorization", f"Bearer {token}"))
-    if etag and not etag.startswith("W/"):
-        headers.append(("If-Match", etag))
+        if not _VISIBLE.fullmatch(token):
+            raise LeaseRefused("a lease token cannot hold spaces or control characters")
+        lines.append(f"Authorization: Bearer {token}")
+    if etag and not etag.startswith("W/"):  # weak tags never match (RFC 9110 13.1.1)
+        lines.append(f"If-Match: {etag}")
     try:
-        request = parser.send(h11.Request(method="GET", target=patience.place.target, headers=headers))
-    except h11.LocalProtocolError as error:
-        raise LeaseRefused(f"cannot put the request to {patience.place} into HTTP: {error}") from None
-    parser.send(h11.EndOfMessage())
-    try:
-        stream.send([request or b""], patience.left())
+        stream.send(["\r\n".join([*lines, "", ""]).encode("ascii")], patience.left())
     except TimeoutError:
         raise SourceStalled(f"{patience.place} does not read our request") from None
+    received = b""
     try:
-        while True:
-            event = parser.next_event()
-            if isinstance(event, h11.Response):
-                return event, parser.trailing_data[0]
-            if event is h11.NEED_DATA:
-                data = _receive(stream, 4096, patience)
-                if not data:
-                    raise ConnectionResetError("closed before it answered")
-                parser.receive_data(data)
-    except h11.RemoteProtocolError as error:
+        while (parsed := parse_response(received, LARGEST_HEAD)) is None:
+            data = _receive(stream, 4096, patience)
+            if not data:
+                raise ConnectionResetError("closed before it answered")
+            received += data
+    except BadHead as error:
         raise SourceCorrupt(f"{patience.place} does not answer in HTTP: {error}") from None
+    return parsed
 
 
 def fill(stream: Stream, cursor: Cursor, count: int, patience: Patience) -> None:
@@ -171,12 +169,12 @@ def fill(stream: Stream, cursor: Cursor, count: int, patience: Patience) -> None
         count -= received
 
 
-def refused(stream: Stream, response: h11.Response, body: bytes, patience: Patience) -> RforkError:
+def refused(stream: Stream, response: ResponseHead, body: bytes, patience: Patience) -> RforkError:
     """What an answer other than 206 means, with the server's own words if it gave any in plain text."""
-    place, status = patience.place, response.status_code
+    place, status = patience.place, response.status
     if status == 200:
         return SourceCorrupt(f"{place} ignores Range: it would send the whole file")
-    fields = http_fields.by_name(response.headers)
+    fields = response.fields
     length = fields.get("content-length", "")
     if fields.get("content-type", "").startswith("text/plain") and length.isdigit():
         most = min(int(length), LARGEST_REASON)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from rfork.image.ranges import Range
 
@@ -14,15 +14,6 @@ _CONTENT_RANGE = re.compile(r"bytes\s+(\d+)-(\d+)/(\d+|\*)", re.IGNORECASE)
 
 class RangeNotSatisfiable(ValueError):
     """A Range field that asks for no byte of the file, or for none that can be understood (416)."""
-
-
-def by_name(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Fields by lower-case name; those sent more than once are joined by commas, as RFC 9110 5.2 says."""
-    fields: dict[str, str] = {}
-    for raw_name, raw_value in raw:
-        name, value = raw_name.decode("ascii").lower(), raw_value.decode("latin-1")
-        fields[name] = f"{fields[name]}, {value}" if name in fields else value
-    return fields
 
 
 def requested_range(value: str, size: int) -> Range | None:
@@ -71,9 +62,3 @@ def bearer(fields: Mapping[str, str]) -> str | None:
     """The token of an Authorization field of scheme Bearer (RFC 6750); None when there is none."""
     scheme, _, token = fields.get("authorization", "").strip().partition(" ")
     return token.strip() or None if scheme.lower() == "bearer" else None
-
-
-def keeps_alive(fields: Mapping[str, str], version: bytes) -> bool:
-    """Whether the connection stays open after this message."""
-    options = {option.strip().lower() for option in fields.get("connection", "").split(",")}
-    return version >= b"1.1" and "close" not in options

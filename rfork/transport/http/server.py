@@ -14,8 +14,6 @@ import socket
 import ssl
 import threading
 
-import h11
-
 from rfork.errors import LeaseRefused, PortInUse, SettingsError, SourceBusy, SourceChanged
 from rfork.transport.base import Endpoint
 from rfork.transport.http.answer import PATH, ImageFile
@@ -136,7 +134,7 @@ class HttpExporter:
     def _host(self, conversation: Conversation) -> None:
         try:
             conversation.run()
-        except (OSError, h11.RemoteProtocolError) as error:
+        except OSError as error:
             log.debug("connection ended: %s", error)
         except (LeaseRefused, SourceBusy, SourceChanged) as error:
             log.info("reader cut in mid-body: %s", error)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import threading
 
-import structlog
-
 from rfork.errors import SettingsError
 from rfork.image.memory import Image
+from rfork.logs import logger
 from rfork.transport.base import Endpoint
 from rfork.transport.transfer_engine.engine import Engine, Protocol
 
 MOST_AREAS = 10_000
 """From about 12,000 areas on, the engine's handshake message passes its 1 MiB limit, and every read fails."""
 
-log = structlog.get_logger(__name__)
+log = logger(__name__)
 
 
 class TransferEngineExporter:

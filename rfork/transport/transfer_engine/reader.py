@@ -22,7 +22,7 @@ STAGING_BUFFERS = 4
 """A staged read is under way while another is copied out; four buffers serve two callers at once."""
 
 GRACE_S = 3.0
-"""Past its deadline a read gets this long to end by itself: the engine fails it after 2 s without progress."""
+"""A read past its deadline gets this long to end: the engine fails one that makes no progress after 2 s."""
 
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.0002, 0.004
 

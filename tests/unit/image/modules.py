@@ -13,8 +13,8 @@ DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64,
     torch.complex32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16,
     torch.uint32, torch.uint64, torch.bool, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2,
-    torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.uint4, torch.int4,
-    torch.uint1, torch.bits8, torch.bits16,
+    torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.bits8, torch.bits16,
+    *(getattr(torch, name) for name in ("uint1", "uint4", "int4")),  # not in torch's type stubs
 )  # fmt: skip
 
 Place = Literal[
@@ -52,14 +52,15 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.G
     """A tensor of random bits."""
     count = torch.Size(shape).numel() * dtype.itemsize
     raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
-    return torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), 0, shape)
+    return torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), 0, shape, _row_major(shape))
 
 
 def build(recipe: Recipe, seed: int) -> nn.Module:
     """The module of `recipe`, with random bits that `seed` determines."""
     generator = torch.Generator().manual_seed(seed)
     root = nn.Module()
-    root.items, root.tree = [], {"leaves": ([], {})}  # type: ignore[assignment]
+    root.items = []  # type: ignore[assignment]
+    root.tree = {"leaves": ([], {})}  # type: ignore[assignment]
     last: torch.Tensor | None = None
     for index, ingredient in enumerate(recipe):
         last = tensor = _tensor(ingredient, last, generator)
@@ -105,7 +106,7 @@ def _hang(root: nn.Module, name: str, place: Place, tensor: torch.Tensor) -> Non
         case "list":
             root.items.append(tensor)  # type: ignore[union-attr, operator]
         case "nested":
-            root.tree["leaves"][1][name] = [tensor]  # type: ignore[index]
+            root.tree["leaves"][1][name] = [tensor]  # type: ignore[index, assignment]
         case "on-parameter":
             owner = nn.Parameter(torch.zeros(1))
             owner.scale = tensor  # type: ignore[attr-defined]

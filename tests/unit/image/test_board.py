@@ -30,7 +30,8 @@ def test_an_empty_image_is_complete() -> None:
 
 
 @pytest.mark.parametrize(
-    ("begin", "end", "expected"), [(0, 20, True), (0, 21, False), (20, 30, False), (30, 40, True), (39, 41, False)]
+    ("begin", "end", "expected"),
+    [(0, 20, True), (0, 21, False), (20, 30, False), (30, 40, True), (39, 41, False)],
 )
 def test_holds(begin: int, end: int, expected: bool) -> None:
     """A byte range is held when every chunk it touches is verified."""

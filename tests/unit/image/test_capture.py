@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def test_every_byte_is_carried_once_and_by_some_tensor(recipe: Recipe) -> None:
         image.layout.image_bytes,
     ]
     by_address = sorted((s.address, s.address + s.length) for s in segments)
-    assert all(one[1] <= two[0] for one, two in zip(by_address, by_address[1:], strict=False))
+    assert all(one[1] <= two[0] for one, two in pairwise(by_address))
     areas = image.allocations()
     assert all(any(a <= begin and end <= a + n for a, n in areas) for begin, end in by_address)
 
@@ -152,7 +153,7 @@ def test_references_between_modules_add_no_names() -> None:
     for layer in module:
         layer.parents = [module]  # type: ignore[assignment]
         layer.neighbours = list(module)  # type: ignore[assignment]
-        layer.weight.owner = layer  # type: ignore[attr-defined, union-attr]
+        layer.weight.owner = layer  # type: ignore[union-attr]
     loop: list[object] = []
     loop.append(loop)
     module.loop = loop  # type: ignore[assignment]
@@ -170,6 +171,15 @@ def test_a_module_registered_below_itself_ends() -> None:
     """A cycle of registered modules is entered once."""
     module = nn.Linear(1, 1, bias=False)
     module.add_module("again", module)
+    assert ["weight"] == names(module)
+
+
+def test_absent_submodules_and_self_references_of_tensors_end() -> None:
+    """A submodule set to None and a tensor that refers to itself add nothing."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(1))
+    module.weight.itself = module.weight  # type: ignore[attr-defined]
+    module.register_module("absent", None)
     assert ["weight"] == names(module)
 
 
@@ -211,7 +221,7 @@ def test_order_is_by_alignment_then_by_natural_name() -> None:
 def test_views_that_only_touch_are_regions_of_their_own() -> None:
     """A model cut from one buffer has the layout of one that was allocated tensor by tensor."""
     cut, allocated = nn.Module(), nn.Module()
-    cut.items = list(torch.zeros(8).split(4))[::-1]  # type: ignore[assignment]
+    cut.items = [*torch.split(torch.zeros(8), 4)][::-1]  # type: ignore[assignment]
     allocated.items = [torch.zeros(4), torch.zeros(4)]  # type: ignore[assignment]
     assert capture(cut).layout.layout_id == capture(allocated).layout.layout_id
 

@@ -11,6 +11,7 @@ from rfork.image.manifest import Manifest, weights_id
 
 A = TensorSpec("a", "float32", (2, 2), (2, 1), 0)
 B = TensorSpec("b", "int8", (4,), (1,), 16)
+A_HERE = "float32[2, 2] stride [2, 1] at byte 0"
 LAYOUT = Layout((A, B), 20)
 OTHERS = {
     "name": Layout((replace(A, name="c"), B), 20),
@@ -39,10 +40,10 @@ def test_every_difference_changes_the_layout_id(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("name", "a: here float32[2, 2] stride [2, 1] at byte 0, there no such tensor"),
-        ("dtype", "a: here float32[2, 2] stride [2, 1] at byte 0, there int32[2, 2] stride [2, 1] at byte 0"),
-        ("shape", "a: here float32[2, 2] stride [2, 1] at byte 0, there float32[4, 1] stride [2, 1] at byte 0"),
-        ("stride", "a: here float32[2, 2] stride [2, 1] at byte 0, there float32[2, 2] stride [1, 2] at byte 0"),
+        ("name", f"a: here {A_HERE}, there no such tensor"),
+        ("dtype", f"a: here {A_HERE}, there int32[2, 2] stride [2, 1] at byte 0"),
+        ("shape", f"a: here {A_HERE}, there float32[4, 1] stride [2, 1] at byte 0"),
+        ("stride", f"a: here {A_HERE}, there float32[2, 2] stride [1, 2] at byte 0"),
         ("offset", "b: here int8[4] stride [1] at byte 16, there int8[4] stride [1] at byte 17"),
         ("size", "image size: here 20 bytes, there 21 bytes"),
         ("fewer", "b: here int8[4] stride [1] at byte 16, there no such tensor"),

@@ -63,8 +63,9 @@ def test_neighbours_in_memory_and_image_are_one_segment() -> None:
 def test_neighbours_of_two_storages_are_one_segment_too() -> None:
     """Storages that touch in memory (slices of one mapped file) are read as one run."""
     raw = bytearray(range(16))
-    parts = {name: torch.frombuffer(raw, dtype=torch.uint8, offset=at, count=8) for name, at in (("a", 0), ("b", 8))}
-    image = image_of(parts)
+    one = torch.frombuffer(raw, dtype=torch.uint8, offset=0, count=8)
+    two = torch.frombuffer(raw, dtype=torch.uint8, offset=8, count=8)
+    image = image_of({"a": one, "b": two})
     assert [(0, 16)] == [(begin, length) for begin, _, length in image.segments(0, 16)]
     assert bytes(range(16)) == content(image)
 

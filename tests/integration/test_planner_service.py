@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+import trustme
+from structlog.testing import capture_logs
+
+from planner.service import running, serve
+from rfork.control.client import PlannerClient
+from rfork.errors import PlannerRefused, PlannerUnreachable, PortInUse, SettingsError
+from rfork.settings import PlannerSettings, TlsSettings
+from rfork.wire import ForkFinish, ForkProgress
+from tests.unit.planner.builders import ask, whole
+
+SERVE = """
+import sys
+from planner.service import serve
+from rfork.settings import PlannerSettings
+serve(PlannerSettings(port=0), lambda url: print(url, flush=True))
+print("ended in order", flush=True)
+"""
+PROGRESS = ForkProgress(verified=((0, 6),), bytes_read=6 << 20, bytes_per_s=1.0)
+
+
+def settings(**options: str | int | float) -> PlannerSettings:
+    """Any free port of the loopback interface."""
+    return PlannerSettings(**{"port": 0, **options})  # type: ignore[arg-type]
+
+
+def test_a_chain_of_three_from_registration_to_finish() -> None:
+    """Over real sockets: register, plan, progress, finish, lists."""
+    with running(settings()) as url, PlannerClient(url) as planner:
+        planner.report(whole("s"))
+        chain = [planner.ask(ask(name)).routes[0].source_id for name in "abc"]
+        renewed = planner.progress("fork-b", PROGRESS).leases
+        for name in "abc":
+            planner.finish(f"fork-{name}", ForkFinish(outcome="forked", seconds=1, bytes_read=12 << 20))
+        assert (["s", "a", "b"], {"a"}) == (chain, set(renewed))
+        assert ["finished"] * 3 == [fork.state for fork in planner.forks()]
+        assert planner.ready()
+
+
+def test_a_planner_that_restarted_is_whole_after_one_heartbeat(free_port: int) -> None:
+    """The client goes on over the same object; what it asks for again carries all that is needed."""
+    with running(settings(port=free_port)) as url:
+        planner = PlannerClient(url)
+        planner.report(whole("s"))
+        planner.ask(ask("a"))
+    with pytest.raises(PlannerUnreachable, match=f"planner {url} cannot be reached"):
+        planner.instances()
+    with running(settings(port=free_port)):
+        with pytest.raises(PlannerRefused) as refused:
+            planner.progress("fork-a", PROGRESS)
+        planner.report(whole("s", readers=("fork-a",)))
+        again = planner.ask(ask("a", (0, 6)))
+        assert ("unknown-fork", [("s", ((6, 12),))]) == (
+            refused.value.problem,
+            [(route.source_id, route.chunks) for route in again.routes],
+        )
+    planner.close()
+
+
+def test_a_token_is_asked_for() -> None:
+    """401 as a problem document without it, an answer with it."""
+    with running(settings(token="secret")) as url:
+        answer = httpx.get(f"{url}/v1/models", trust_env=False)
+        with PlannerClient(url, token="secret") as planner:
+            assert (401, "application/problem+json", []) == (
+                answer.status_code, answer.headers["content-type"], planner.models(),
+            )  # fmt: skip
+        with PlannerClient(url, token="wrong") as planner, pytest.raises(PlannerRefused) as refused:
+            planner.models()
+        assert "unauthorized" == refused.value.problem
+
+
+def test_a_port_in_use_is_one_clear_line() -> None:
+    """Both ways to start name the address and the variable."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUse, match=f"127.0.0.1:{port}") as error:
+            serve(settings(port=port))
+        assert "RFORK_PLANNER_PORT" in error.value.hint
+
+
+@pytest.mark.parametrize("bind", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_that_is_not_ours_is_a_settings_error(bind: str) -> None:
+    """Told before anything starts."""
+    with pytest.raises(SettingsError, match=f"cannot listen on {bind}"):
+        serve(settings(bind=bind))
+
+
+def test_an_open_planner_is_warned_of() -> None:
+    """Bound beyond loopback without a token: loud; with one, or on loopback: silent."""
+    with capture_logs() as logs:
+        for options in ({"bind": "0.0.0.0"}, {"bind": "0.0.0.0", "token": "t"}, {}):
+            with running(settings(**options)):
+                pass
+    assert ["0.0.0.0"] == [entry["bind"] for entry in logs if entry["log_level"] == "warning"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_in_order(number: signal.Signals) -> None:
+    """Exit code 0, nothing on stderr but its own log; the port that was picked is printed."""
+    with subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        try:
+            with PlannerClient(url) as planner:
+                assert planner.ready()
+                process.send_signal(number)
+                assert ("ended in order\n", 0) == (process.stdout.read(), process.wait(30))
+        finally:
+            process.kill()
+
+
+def test_the_planner_needs_no_torch() -> None:
+    """A fresh interpreter that built the whole application has not imported it."""
+    code = "import sys, planner.service; print(sorted({'torch', 'grpc', 'rfork.fork'} & set(sys.modules)))"
+    assert "[]\n" == subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    ).stdout  # fmt: skip
+
+
+def test_tls_with_client_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a `ca`, only clients that show a certificate of it are answered."""
+    authority = trustme.CA()
+    leaf = authority.issue_cert("127.0.0.1")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    leaf.private_key_pem.write_to_path(tmp_path / "key.pem")
+    leaf.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    ca, certificate, key = (tmp_path / name for name in ("ca.pem", "cert.pem", "key.pem"))
+    monkeypatch.setenv("RFORK_TLS_CA", str(ca))
+    monkeypatch.setenv("RFORK_TLS_CERTIFICATE", str(certificate))
+    monkeypatch.setenv("RFORK_TLS_KEY", str(key))
+    with running(settings()) as url:
+        with PlannerClient(url, tls=TlsSettings()) as planner:  # type: ignore[call-arg]
+            assert ("https", []) == (url.partition(":")[0], planner.models())
+        bare = ssl.create_default_context(cafile=ca)
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{url}/healthz", verify=bare, trust_env=False)
+    monkeypatch.setenv("RFORK_TLS_KEY", str(ca))
+    with pytest.raises(SettingsError, match="TLS files"):
+        serve(settings())

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import queue
+import threading
+
+import httpx
+import pytest
+from structlog.testing import capture_logs
+
+from rfork.control.client import PlannerClient
+from rfork.control.heartbeat import Heartbeat
+from rfork.wire import InstanceAck, InstanceReport, Placement
+
+REPORT = InstanceReport(
+    instance_id="i", model="m", layout_id="a" * 32, image_bytes=1, chunk_count=1, state="loading",
+    address="h:1", placement=Placement(host="h"),
+)  # fmt: skip
+WAIT_S = 20.0
+
+
+class FakePlanner:
+    """Answers each request as told; the requests can be waited for."""
+
+    def __init__(self, *, heartbeat_s: float = 3600.0) -> None:
+        self.seen: queue.Queue[str] = queue.Queue()
+        self.away = threading.Event()
+        self.heartbeat_s = heartbeat_s
+        self.client = PlannerClient("http://p", transport=httpx.MockTransport(self._answer))
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        self.seen.put(request.method)
+        if self.away.is_set():
+            raise httpx.ConnectError("refused")
+        if request.method == "DELETE":
+            return httpx.Response(204)
+        return httpx.Response(200, json={"heartbeat_s": self.heartbeat_s, "lease_key": "a2V5"})
+
+    def next(self) -> str:
+        """The next request's method."""
+        return self.seen.get(timeout=WAIT_S)
+
+
+def beating(planner: FakePlanner, acks: queue.Queue[InstanceAck]) -> Heartbeat:
+    """A heartbeat that does not wait long between attempts."""
+    return Heartbeat(planner.client, lambda: REPORT, acks.put, retry_s=0.001, least_gap_s=0.0)
+
+
+def test_it_reports_at_once_and_at_each_poke_and_removes_at_the_end() -> None:
+    """With an interval of an hour, only start, poke and stop send anything."""
+    planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
+    heartbeat = beating(planner, acks)
+    heartbeat.start()
+    assert "a2V5" == acks.get(timeout=WAIT_S).lease_key
+    heartbeat.poke()
+    acks.get(timeout=WAIT_S)
+    assert heartbeat.connected
+    heartbeat.stop(remove=True)
+    heartbeat.stop(remove=True)
+    assert ["PUT", "PUT", "DELETE"] == list(planner.seen.queue)
+
+
+def test_it_reports_within_the_interval_that_the_planner_asks_for() -> None:
+    """A short interval leads to report after report, without a poke."""
+    planner, acks = FakePlanner(heartbeat_s=0.001), queue.Queue[InstanceAck]()
+    heartbeat = beating(planner, acks)
+    heartbeat.start()
+    assert ["PUT"] * 5 == [planner.next() for _ in range(5)]
+    heartbeat.stop(remove=False)
+
+
+def test_it_outlives_an_outage_and_logs_it_once() -> None:
+    """Lost once, back once, however many reports failed between."""
+    planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
+    planner.away.set()
+    heartbeat = beating(planner, acks)
+    with capture_logs() as logs:
+        heartbeat.start()
+        for _ in range(3):
+            planner.next()
+        assert not heartbeat.connected
+        planner.away.clear()
+        assert heartbeat.wait_connected(WAIT_S)
+        heartbeat.stop(remove=False)
+    assert ["planner lost", "planner is back"] == [entry["event"] for entry in logs]
+
+
+def test_stopping_while_the_planner_is_away_ends_with_a_warning() -> None:
+    """The planner forgets a silent instance by itself."""
+    planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
+    heartbeat = beating(planner, acks)
+    heartbeat.start()
+    acks.get(timeout=WAIT_S)
+    planner.away.set()
+    with capture_logs() as logs:
+        heartbeat.stop(remove=True)
+    assert ["instance not removed"] == [entry["event"] for entry in logs]
+
+
+def test_a_report_that_cannot_be_made_does_not_end_the_heartbeat() -> None:
+    """The error is logged, and the next report goes out."""
+    planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
+    failures = iter([ValueError("broken"), None])
+
+    def report() -> InstanceReport:
+        failure = next(failures, None)
+        if failure is not None:
+            raise failure
+        return REPORT
+
+    heartbeat = Heartbeat(planner.client, report, acks.put, retry_s=0.001, least_gap_s=0.0)
+    with capture_logs() as logs:
+        heartbeat.start()
+        assert heartbeat.wait_connected(WAIT_S)
+        heartbeat.stop(remove=False)
+    assert ["heartbeat failed", "planner is back"] == [entry["event"] for entry in logs]
+
+
+@pytest.mark.parametrize("remove", [True, False])
+def test_a_heartbeat_that_never_started_stops(remove: bool) -> None:
+    """Nothing to join, nothing to remove."""
+    planner = FakePlanner()
+    beating(planner, queue.Queue()).stop(remove=remove)
+    assert [] == list(planner.seen.queue)

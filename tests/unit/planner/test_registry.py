@@ -1,0 +1,303 @@
+from __future__ import annotations
+
+import pytest
+
+from rfork.control.client import PlannerClient
+from rfork.control.lease import decode_key, verify
+from rfork.errors import PlannerRefused
+from rfork.wire import ForkFinish, ForkProgress, Plan
+from tests.unit.planner.builders import (
+    LAYOUT,
+    OTHER_LAYOUT,
+    WEIGHTS,
+    FakeTime,
+    ask,
+    fault,
+    report,
+    whole,
+)
+
+FORKED = ForkFinish(outcome="forked", seconds=1, bytes_read=12 << 20, sources={"s": 12 << 20})
+
+
+def sources(plan: Plan) -> list[str]:
+    """Who a plan reads from."""
+    return [route.source_id for route in plan.routes]
+
+
+def half(count: int = 6) -> ForkProgress:
+    """Progress of `count` chunks."""
+    return ForkProgress(verified=((0, count),), bytes_read=count << 20, bytes_per_s=1.0)
+
+
+def test_three_targets_chain_behind_a_seed_that_takes_one_reader(planner: PlannerClient) -> None:
+    """Asking registers the target as well, so the next one finds it."""
+    planner.report(whole("s"))
+    assert [["s"], ["a"], ["b"]] == [sources(planner.ask(ask(name))) for name in "abc"]
+
+
+def test_a_route_tells_all_that_is_needed_to_read(planner: PlannerClient, time: FakeTime) -> None:
+    """Address, generation, chunks, transports, and a lease that the source's own key opens."""
+    key = planner.report(whole("s", generation=3)).lease_key
+    plan = planner.ask(ask("a"))
+    route = plan.routes[0]
+    claims = verify(route.lease.token, decode_key(key), source_id="s", now=time.now)
+    assert ("s:1", 3, ((0, 12),), ("http",)) == (
+        route.address,
+        route.generation,
+        route.chunks,
+        route.transports,
+    )
+    assert ("fork-a", "s", LAYOUT, WEIGHTS, 3, time.now + 30) == (
+        claims.fork_id, claims.source_id, claims.layout_id, claims.weights_id, claims.generation,
+        claims.expires_at,
+    )  # fmt: skip
+
+
+def test_finishing_gives_the_place_back(planner: PlannerClient) -> None:
+    """The seed's one place is free again; the second finish changes nothing."""
+    planner.report(whole("s"))
+    planner.ask(ask("a", max_readers=0))
+    full = planner.ask(ask("b")).reason
+    planner.finish("fork-a", FORKED)
+    planner.finish("fork-a", FORKED.model_copy(update={"outcome": "failed"}))
+    assert "s at capacity (1 of 1 readers)" in full
+    assert (["s"], "finished") == (sources(planner.ask(ask("b"))), planner.fork("fork-a").state)
+
+
+def test_a_fork_without_progress_is_given_up_and_may_ask_again(
+    planner: PlannerClient, time: FakeTime
+) -> None:
+    """After the lease's time its place is free; its own next progress is told to ask again."""
+    planner.report(whole("s"))
+    planner.ask(ask("a"))
+    for _ in range(2):
+        time.now += 15
+        planner.report(whole("s"))
+        planner.report(report("a"))
+    assert ("failed", ("no progress for 30 s",)) == (
+        planner.fork("fork-a").state,
+        planner.fork("fork-a").finish.reasons,  # type: ignore[union-attr]
+    )
+    with pytest.raises(PlannerRefused) as refused:
+        planner.progress("fork-a", half())
+    assert (404, "unknown-fork") == (refused.value.status, refused.value.problem)
+    assert (["s"], "running") == (sources(planner.ask(ask("a", (0, 6)))), planner.fork("fork-a").state)
+
+
+def test_progress_renews_the_leases_and_moves_the_relays_watermark(
+    planner: PlannerClient, time: FakeTime
+) -> None:
+    """Both readers of the relay and the lists see how far it is."""
+    key = planner.report(whole("s")).lease_key
+    planner.ask(ask("a"))
+    time.now += 4
+    lease = planner.progress("fork-a", half()).leases["s"]
+    assert time.now + 30 == verify(lease.token, decode_key(key), source_id="s", now=time.now).expires_at
+    assert ((0, 6),) == planner.instance("a").report.verified
+
+
+def test_weights_that_changed_are_not_leased_any_longer(planner: PlannerClient) -> None:
+    """A reader of the old generation gets no renewal."""
+    planner.report(whole("s"))
+    planner.ask(ask("a"))
+    planner.report(whole("s", generation=1))
+    assert {} == planner.progress("fork-a", half()).leases
+
+
+def test_silent_instances_are_forgotten(planner: PlannerClient, time: FakeTime) -> None:
+    """After `forget_s` the seed is gone from the lists and from plans."""
+    planner.report(whole("s"))
+    time.now += 20
+    assert [] == planner.instances()
+    assert "no instance holds model m" == planner.ask(ask("a")).reason
+
+
+def test_a_drained_instance_stays_drained_whatever_it_reports(planner: PlannerClient) -> None:
+    """The heartbeat of an instance that does not know does not undo the operator's word; removing does."""
+    planner.report(whole("s"))
+    drained = planner.drain("s").report.state
+    planner.report(whole("s"))
+    refused = planner.ask(ask("a")).reason
+    planner.remove("s")
+    planner.remove("s")
+    planner.report(whole("s"))
+    assert ("draining", True, ["s"]) == (drained, "s draining" in refused, sources(planner.ask(ask("a"))))
+
+
+FAULTS = [
+    ("SourceCorrupt", "source", "SourceCorrupt", []),
+    ("SourceStalled", "source", "SourceStalled", []),
+    ("SourceGone", "source", "SourceGone", []),
+    ("SourceBusy", "source", None, []),
+    ("SourceChanged", "source", None, []),
+    ("PlannerUnreachable", "network", None, []),
+    ("StorageError", "storage", None, []),
+    ("LayoutMismatch", "target", None, ["s"]),
+    ("UserError", "user", None, ["s"]),
+]
+
+
+@pytest.mark.parametrize(("error", "kind", "quarantine", "again"), FAULTS)
+def test_who_is_blamed_for_what(
+    planner: PlannerClient, error: str, kind: str, quarantine: str | None, again: list[str]
+) -> None:
+    """Only a source's own wrongs put it in quarantine; those of the network keep this fork away."""
+    planner.report(whole("s"))
+    planner.ask(ask("a"))
+    plan = planner.ask(ask("a", faults=(fault("s", error, kind),)))
+    assert (quarantine, again) == (planner.instance("s").quarantined, sources(plan))
+
+
+def test_a_fault_is_remembered_for_this_fork_and_quarantine_ends(
+    planner: PlannerClient, time: FakeTime
+) -> None:
+    """The next request, without faults, does not lead back to the liar until its quarantine is over."""
+    planner.report(whole("s"))
+    planner.ask(ask("a"))
+    planner.ask(ask("a", faults=(fault("s", "SourceCorrupt"),)))
+    again = planner.ask(ask("a"))
+    for _ in range(5):
+        time.now += 12
+        planner.report(whole("s"))
+    assert ([], ["s"]) == (sources(again), sources(planner.ask(ask("a"))))
+
+
+def test_a_busy_source_is_asked_again_at_the_next_plan(planner: PlannerClient) -> None:
+    """Being full passes."""
+    planner.report(whole("s"))
+    planner.ask(ask("a"))
+    planner.ask(ask("a", faults=(fault("s", "SourceBusy"),)))
+    assert ["s"] == sources(planner.ask(ask("a")))
+
+
+def test_a_source_whose_weights_changed_may_be_read_in_its_new_generation(planner: PlannerClient) -> None:
+    """The blame is on the old generation alone."""
+    planner.report(whole("s"))
+    planner.ask(ask("a"))
+    planner.report(whole("s", generation=1))
+    assert ["s"] == sources(planner.ask(ask("a", faults=(fault("s", "SourceChanged"),))))
+
+
+def test_a_target_cannot_quarantine_a_source_it_never_had(planner: PlannerClient) -> None:
+    """An accusation without a plan behind it keeps only the accuser away."""
+    planner.report(whole("s"))
+    plan = planner.ask(ask("a", faults=(fault("s", "SourceCorrupt"),)))
+    assert ([], None) == (sources(plan), planner.instance("s").quarantined)
+
+
+def test_a_relay_that_stalls_is_left_by_its_child_but_not_quarantined(planner: PlannerClient) -> None:
+    """It may only be waiting for its own source."""
+    planner.report(whole("s", max_readers=2))
+    planner.ask(ask("a"))
+    planner.ask(ask("b"))
+    plan = planner.ask(ask("b", faults=(fault("a", "SourceStalled"),)))
+    assert (["s"], None) == (sources(plan), planner.instance("a").quarantined)
+
+
+def test_a_dead_relays_place_goes_to_its_child(planner: PlannerClient) -> None:
+    """The seed takes one reader: the child gets the dead relay's place at once, before its lease ends."""
+    planner.report(whole("s"))
+    for name in "abc":
+        planner.ask(ask(name))
+    plan = planner.ask(ask("b", (0, 4), faults=(fault("a", "SourceGone"),)))
+    assert ([("s", ((4, 12),))], ["b"]) == (
+        [(route.source_id, route.chunks) for route in plan.routes],
+        [name for name, _ in planner.fork("fork-c").plan],
+    )
+
+
+def test_a_planner_that_restarted_counts_readers_it_never_heard_of(planner: PlannerClient) -> None:
+    """The seed's report names its reader: its place is taken, and the reader itself keeps it."""
+    planner.report(whole("s", readers=("fork-old",)))
+    full = planner.ask(ask("a"))
+    kept = planner.ask(ask("old", (0, 3)))
+    assert ([], ["s"]) == (sources(full), sources(kept))
+
+
+def test_a_new_fork_of_an_instance_ends_its_old_one(planner: PlannerClient) -> None:
+    """An instance that starts over holds one place, not two."""
+    planner.report(whole("s"))
+    planner.ask(ask("a"))
+    plan = planner.ask(ask("a").model_copy(update={"fork_id": "second"}))
+    assert (["s"], "failed") == (sources(plan), planner.fork("fork-a").state)
+
+
+def test_removing_an_instance_ends_its_fork(planner: PlannerClient) -> None:
+    """Its lease is released, and the list says why."""
+    planner.report(whole("s"))
+    planner.ask(ask("a"))
+    planner.progress("fork-a", half())
+    planner.remove("a")
+    finish = planner.fork("fork-a").finish
+    assert finish is not None
+    assert ("interrupted", 6 << 20, ("its instance was removed",)) == (
+        finish.outcome, finish.bytes_read, finish.reasons,
+    )  # fmt: skip
+
+
+def test_finishing_a_fork_that_is_not_known_is_no_error(planner: PlannerClient) -> None:
+    """It holds no lease; nothing is listed for it."""
+    planner.finish("never", FORKED)
+    assert [] == planner.forks()
+
+
+def test_an_instance_may_change_its_model(planner: PlannerClient) -> None:
+    """Each report carries everything: the old model has lost its seed."""
+    planner.report(whole("s"))
+    planner.report(whole("s", model="other"))
+    assert ("no instance holds model m", ["s"]) == (
+        planner.ask(ask("a")).reason, sources(planner.ask(ask("b", model="other"))),
+    )  # fmt: skip
+
+
+def test_lists_filter_by_model_and_state(planner: PlannerClient) -> None:
+    """Both filters, on instances and forks."""
+    planner.report(whole("s"))
+    planner.report(whole("o", model="other"))
+    planner.ask(ask("a"))
+    planner.ask(ask("lone", model="none"))
+    assert ["s", "a"] == [view.report.instance_id for view in planner.instances(model="m")]
+    assert ["s", "o"] == [view.report.instance_id for view in planner.instances(state="serving")]
+    assert ["fork-a"] == [view.fork_id for view in planner.forks(state="running")]
+    assert ["fork-lone"] == [view.fork_id for view in planner.forks(state="planning", model="none")]
+
+
+def test_models_count_seeds_relays_and_forks(planner: PlannerClient) -> None:
+    """A target that has not learnt its weights counts under those of its plan."""
+    planner.report(whole("s"))
+    planner.report(whole("x", layout_id=OTHER_LAYOUT))
+    planner.ask(ask("a"))
+    rows = [
+        (row.layout_id, row.weights_id, row.seeds, row.relays, row.forks_running) for row in planner.models()
+    ]
+    assert [(LAYOUT, WEIGHTS, 1, 1, 1), (OTHER_LAYOUT, WEIGHTS, 1, 0, 0)] == rows
+
+
+REFUSED = [
+    (ask("a").model_copy(update={"instance": whole("a")}), 422, "invalid-request"),
+    (ask("a").model_copy(update={"instance": report("a", (4, 13))}), 422, "invalid-request"),
+    (ask("a").model_copy(update={"instance": report("b")}), 409, "fork-conflict"),
+]
+
+
+@pytest.mark.parametrize(("request_", "status", "problem"), REFUSED)
+def test_requests_that_contradict_themselves_are_refused(
+    planner: PlannerClient, request_: object, status: int, problem: str
+) -> None:
+    """A complete target, chunks past the image's end, another instance's fork."""
+    planner.ask(ask("a"))
+    with pytest.raises(PlannerRefused) as refused:
+        planner.ask(request_)  # type: ignore[arg-type]
+    assert (status, problem) == (refused.value.status, refused.value.problem)
+
+
+def test_a_fork_that_has_ended_is_over(planner: PlannerClient) -> None:
+    """Neither a plan nor progress under its id."""
+    planner.report(whole("s"))
+    planner.ask(ask("a"))
+    planner.finish("fork-a", FORKED)
+    for call in (lambda: planner.ask(ask("a")), lambda: planner.progress("fork-a", half())):
+        with pytest.raises(PlannerRefused) as refused:
+            call()
+        assert (409, "fork-ended") == (refused.value.status, refused.value.problem)

@@ -1,0 +1,89 @@
+"""Planning of one-sided reads: literal address maps in, literal requests out."""
+
+from __future__ import annotations
+
+import pytest
+
+from rfork.errors import SourceCorrupt
+from rfork.image.memory import Segment
+from rfork.transport.transfer_engine.plan import (
+    DIRECT_BYTES,
+    MIB,
+    REQUEST_BYTES,
+    STAGING_BYTES,
+    AddressMap,
+    Piece,
+    Request,
+    common_pieces,
+    requests,
+)
+
+
+def test_address_map_cuts_segments_to_the_range() -> None:
+    """Segments are found and cut at both ends of the range."""
+    source = AddressMap([Segment(0, 1000, 10), Segment(10, 5000, 20), Segment(30, 9000, 5)], 35)
+    assert [Segment(8, 1008, 2), Segment(10, 5000, 20), Segment(30, 9000, 1)] == list(source.segments(8, 31))
+
+
+@pytest.mark.parametrize(
+    ("segments", "image_bytes"),
+    [
+        ([Segment(0, 1000, 10), Segment(11, 2000, 10)], 21),
+        ([Segment(0, 1000, 10), Segment(9, 2000, 10)], 19),
+        ([Segment(0, 1000, 10)], 11),
+        ([Segment(0, 1000, 0)], 0),
+        ([Segment(0, 0, 10)], 10),
+    ],
+    ids=["hole", "overlap", "short", "empty segment", "null address"],
+)
+def test_a_broken_address_map_is_the_sources_fault(segments: list[Segment], image_bytes: int) -> None:
+    """A map that does not cover the image exactly once is refused."""
+    with pytest.raises(SourceCorrupt, match="address map"):
+        AddressMap(segments, image_bytes)
+
+
+def test_common_pieces_end_where_either_side_ends() -> None:
+    """A run ends at the border of a segment of either side."""
+    source = AddressMap([Segment(0, 1000, 10), Segment(10, 5000, 20)], 30)
+    target = [Segment(4, 70, 16), Segment(20, 90, 10)]
+    assert [Piece(1004, 70, 6), Piece(5000, 76, 10), Piece(5010, 90, 10)] == common_pieces(
+        source.segments(4, 30), target
+    )
+
+
+def test_large_pieces_are_cut() -> None:
+    """A piece of more than one request's bytes becomes several, adjacent on both sides."""
+    planned = requests([Piece(1 << 30, 1 << 20, REQUEST_BYTES + 5)], gather=True)
+    assert [
+        Request(1 << 30, REQUEST_BYTES, 1 << 20),
+        Request((1 << 30) + REQUEST_BYTES, 5, (1 << 20) + REQUEST_BYTES),
+    ] == planned
+
+
+def test_small_neighbours_share_one_staged_read() -> None:
+    """Pieces less than a page apart at the source are one read, whatever their order; others their own."""
+    near, far, first = Piece(200, 9000, 50), Piece(250 + 4096, 100, 50), Piece(100, 7000, 20)
+    assert [Request(100, 150, pieces=(first, near)), Request(4346, 50, 100)] == requests(
+        [near, far, first], gather=True
+    )
+
+
+def test_without_gather_each_piece_is_a_read() -> None:
+    """Where areas may be registered apart, nothing is read between two pieces."""
+    assert [Request(100, 20, 7000), Request(130, 50, 9000)] == requests(
+        [Piece(100, 7000, 20), Piece(130, 9000, 50)], gather=False
+    )
+
+
+def test_a_staged_read_fits_its_buffer() -> None:
+    """Neighbours that together exceed a staging buffer are parted."""
+    size = MIB // 4
+    pieces = [Piece(1 + index * size, index * 2 * size, size) for index in range(40)]
+    planned = requests(pieces, gather=True)
+    assert [STAGING_BYTES, 40 * size - STAGING_BYTES] == [request.length for request in planned]
+
+
+def test_pieces_worth_a_read_of_their_own_are_not_staged() -> None:
+    """From DIRECT_BYTES on a piece goes straight to its place."""
+    pieces = [Piece(1, 10, DIRECT_BYTES), Piece(1 + DIRECT_BYTES, 1 << 30, DIRECT_BYTES)]
+    assert [(), ()] == [request.pieces for request in requests(pieces, gather=True)]

@@ -98,6 +98,10 @@ class Decision:
     weights_id: str | None
     assignments: tuple[Assignment, ...]
     reason: str
+    full: bool = False
+    """Whether a source would serve once one of its readers has finished."""
+    other_layout: str | None = None
+    """Whom to compare with (instance_id), where all that hold the model hold another layout."""
 
 
 def distance(left: Place, right: Place) -> int:

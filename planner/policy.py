@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from planner.fleet import Assignment, Decision, Demand, Group, Source, distance
-from planner.reasons import all_refused, how, nobody
+from planner.reasons import all_refused, how, nobody, representative
 from rfork.image.ranges import Range, count, subtract
 
 STRIPES: Final = 4
@@ -39,23 +39,26 @@ def plan(group: Group, demand: Demand, now: float) -> Decision:
     ]
     alike = [source for source in alive if _same_layout(source, target)]
     if not alike:
-        return Decision(None, (), nobody(group, alive))
+        other = representative(alive).instance_id if alive else None
+        return Decision(None, (), nobody(group, alive), other_layout=other)
     obstacles = {source.instance_id: _unfit(source, demand, now) for source in alike}
     weights_id = target.weights_id if verified else _best_weights(alike, obstacles)
     chosen: list[Source] = []
+    full = False
     for source in sorted(alike, key=lambda source: _order(source, group, demand)):
         if chosen and not _joins_stripe(source, chosen, group, demand):
             continue
-        obstacle = (
-            obstacles[source.instance_id]
-            or _not_free(source, group, demand)
-            or _not_fed(source, weights_id, missing, group, demand, now)
+        obstacle = obstacles[source.instance_id] or _not_fed(
+            source, weights_id, missing, group, demand, now
         )
+        if not obstacle:
+            obstacle = _not_free(source, group, demand)
+            full = full or bool(obstacle)
         obstacles[source.instance_id] = obstacle
         if not obstacle:
             chosen.append(source)
     if not chosen:
-        return Decision(weights_id, (), all_refused(alive, obstacles))
+        return Decision(weights_id, (), all_refused(alive, obstacles), full=full)
     shares = _split(missing, len(chosen))
     assignments = tuple(
         Assignment(source.instance_id, share, _shared_transports(source, target))

@@ -38,12 +38,17 @@ def nobody(group: Group, alive: list[Source]) -> str:
 def other_layouts(others: list[Source], what: str) -> str:
     """Some hold `what`, with other tensors: whom to compare with."""
     layouts = sorted({source.layout_id for source in others})
-    first = min(others, key=lambda source: (not source.complete, source.instance_id))
+    first = representative(others)
     holders = f"{len(others)} instance{' holds' if len(others) == 1 else 's hold'}"
     return (
         f"{holders} {what} with another layout ({', '.join(layouts[:NAMED])}): "
         f"layout differs from instance {first.instance_id} at {first.address}"
     )
+
+
+def representative(sources: list[Source]) -> Source:
+    """The one to compare with, of several: a complete one where there is one."""
+    return min(sources, key=lambda source: (not source.complete, source.instance_id))
 
 
 def all_refused(alive: list[Source], obstacles: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ from typing import Final
 
 from planner import policy
 from planner.blame import Verdict, judge
-from planner.fleet import Decision, Demand
+from planner.fleet import Assignment, Decision, Demand
 from planner.groups import group_of
 from planner.leases import Clock, LeaseMint
 from planner.metrics import Metrics
@@ -34,6 +34,8 @@ from rfork.wire import (
 )
 
 SWEEP_S: Final = 1.0
+RETRY_S: Final = 0.5
+"""When to ask again where every source is full: soon, for a reader's place is free at any moment."""
 
 
 class Registry:
@@ -215,24 +217,28 @@ class Registry:
         return verdict
 
     def _plan(self, fork_id: str, decision: Decision) -> Plan:
-        routes: list[Route] = []
-        for assignment in decision.assignments:
-            source = self.store.instance(assignment.source_id)
-            if source is None:
-                raise LookupError(f"the policy named {assignment.source_id}, which is not in the store")
-            routes.append(
-                Route(
-                    source_id=assignment.source_id,
-                    address=source.report.address,
-                    placement=source.report.placement,
-                    transports=assignment.transports,
-                    generation=source.report.generation,
-                    chunks=assignment.chunks,
-                    lease=self._lease(fork_id, source),
-                )
-            )
+        other = decision.other_layout
         return Plan(
-            fork_id=fork_id, weights_id=decision.weights_id, routes=tuple(routes), reason=decision.reason
+            fork_id=fork_id,
+            weights_id=decision.weights_id,
+            routes=tuple(self._route(fork_id, assignment) for assignment in decision.assignments),
+            reason=decision.reason,
+            retry_after_s=RETRY_S if decision.full else None,
+            other_layout=self._route(fork_id, Assignment(other, (), ())) if other is not None else None,
+        )
+
+    def _route(self, fork_id: str, assignment: Assignment) -> Route:
+        source = self.store.instance(assignment.source_id)
+        if source is None:
+            raise LookupError(f"the policy named {assignment.source_id}, which is not in the store")
+        return Route(
+            source_id=assignment.source_id,
+            address=source.report.address,
+            placement=source.report.placement,
+            transports=assignment.transports,
+            generation=source.report.generation,
+            chunks=assignment.chunks,
+            lease=self._lease(fork_id, source),
         )
 
     def _lease(self, fork_id: str, source: InstanceRecord) -> Lease:

@@ -16,7 +16,7 @@ import uvicorn
 
 from planner.app import create_app
 from rfork.errors import PortInUse, SettingsError
-from rfork.logs import configure, logger
+from rfork.logs import logger
 from rfork.settings import LOOPBACK, PlannerSettings
 
 BACKLOG: Final = 2048

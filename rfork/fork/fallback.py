@@ -48,7 +48,8 @@ class Derived:
     """The tensors a loader would not write again, copied at construction, put back by `restore`."""
 
     def __init__(self, module: nn.Module, image: Image) -> None:
-        loaded = ranges.normalise(_span(tensor) for tensor in module.state_dict(keep_vars=False).values())
+        state = module.state_dict(keep_vars=False).values()
+        loaded = ranges.normalise(_span(value) for value in state if isinstance(value, torch.Tensor))
         begins = [begin for begin, _ in loaded]
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for region in image.regions:

@@ -21,6 +21,10 @@ from rfork.transport.base import Reader, Transport
 from rfork.wire import Lease, Route
 
 
+SHOW_AFTER = 1 / 3
+"""Part of a lease's life after which the source is shown the next one, even if nothing is read."""
+
+
 class FeedListener(Protocol):
     """What a feed tells the puller, on the feed's own thread."""
 
@@ -67,6 +71,9 @@ class Feed:
         self._listener = listener
         self._deadline = deadline
         self._token = route.lease.token
+        self._shown = route.lease.token
+        self._show_every_s = route.lease.expires_in_s * SHOW_AFTER
+        self._show_at = self.heard_at + self._show_every_s
         self._peer: Peer | None = None
         self._reader: Reader | None = None
         self._closed = threading.Event()
@@ -116,22 +123,28 @@ class Feed:
         step = min(time.monotonic() + self._settings.stall_s, self._deadline)
         layout = self._image.layout
         peer = self._peer = self._dial(self.address, lambda: self._token)
+        self._check_open()
         offered = tuple(name for name in self._route.transports if name in self._transports)
         channel_id, endpoint = peer.open(layout.layout_id, offered, step)
         self.transport = endpoint.transport
         self.heard_at = time.monotonic()
-        try:
-            self._reader = self._transports[endpoint.transport].connect(
-                endpoint, self._image, lambda: self._token, step
-            )
-            self._watch(peer, channel_id)
-        except ValueError:  # grpc's way to say that `close` came first
-            raise SourceGone(f"{self.address}: the channel is closed") from None
+        self._reader = self._transports[endpoint.transport].connect(
+            endpoint, self._image, lambda: self._token, step
+        )
+        self._check_open()
+        self._watch(peer, channel_id)
+
+    def _check_open(self) -> None:
+        """`close` may have come before there was anything to close; this thread then does it."""
+        if self._closed.is_set():
+            self.close()
+            raise SourceGone(f"{self.address}: the channel is closed")
 
     def _watch(self, peer: Peer, channel_id: str) -> None:
         informed = False
         for news in peer.watch(channel_id, self._settings.stall_s / 4):
             self.heard_at = time.monotonic()
+            self._show_lease(peer)
             if not news.chunks:
                 continue
             self.advanced_at = self.heard_at
@@ -142,6 +155,13 @@ class Feed:
                 informed = True
             self._listener.on_offer(self, news.chunks)
         raise SourceGone(f"{self.address}: the source closed the channel")
+
+    def _show_lease(self, peer: Peer) -> None:
+        """The source takes a place back when the last lease it saw is over, also from a reader that waits."""
+        if self._token != self._shown and self.heard_at >= self._show_at:
+            self._shown = self._token
+            self._show_at = self.heard_at + self._show_every_s
+            peer.renew(min(self.heard_at + self._settings.stall_s, self._deadline))
 
     def check(self, now: float, *, starved: bool) -> SourceStalled | None:
         """Why this source counts as stalled at `now`, if it does.

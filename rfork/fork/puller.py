@@ -200,7 +200,7 @@ class Puller:
             faults = tuple(self._faults)
         try:
             plan = self._replan(faults)
-        except (PlannerUnreachable, PlannerRefused) as error:
+        except (NoSource, PlannerUnreachable, PlannerRefused) as error:
             return None, error
         with self._changed:
             del self._faults[: len(faults)]

@@ -46,7 +46,9 @@ class Schedule:
 
     def offer(self, source_id: str, chunks: Iterable[Range]) -> None:
         """A source says that these chunks can be read from it."""
-        self._readable.setdefault(source_id, set()).update(ranges.indices(chunks))
+        # Clipped first: a source that offers 2**60 chunks must not cost the memory to list them.
+        whole = ((0, self.chunk_count),)
+        self._readable.setdefault(source_id, set()).update(ranges.indices(ranges.intersect(chunks, whole)))
 
     def take(self) -> Read | None:
         """The next read, now in flight; None when no assigned chunk is readable yet.

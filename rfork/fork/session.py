@@ -19,6 +19,7 @@ from rfork.errors import (
     ForkFailed,
     NetworkError,
     NoSource,
+    NothingLeft,
     PlannerRefused,
     PlannerUnreachable,
     RforkError,
@@ -34,6 +35,7 @@ from rfork.image.capture import capture
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.peer.base import Dial
+from rfork.peer.server import PeerServer, ServePeer
 from rfork.seed.seed import Identity, Seed, seal
 from rfork.settings import Settings
 from rfork.transport.base import Transport
@@ -66,6 +68,7 @@ class ForkSession:
         fallbacks: Sequence[Fallback] = (),
         on_progress: OnProgress | None = None,
         exclude: Sequence[str] = (),
+        serve_peer: ServePeer = PeerServer,
     ) -> None:
         self._module = module
         self._identity = identity
@@ -76,6 +79,7 @@ class ForkSession:
         self._fallbacks = fallbacks
         self._on_progress = on_progress
         self._exclude = exclude
+        self._serve_peer = serve_peer
         self._fork_id = uuid4().hex
         self._watch = Stopwatch()
         self._deadline = time.monotonic() + settings.deadline_s
@@ -96,13 +100,23 @@ class ForkSession:
             image.advise_huge_pages()
         board = ChunkBoard(image.layout.chunks)
         seed = Seed(
-            image, self._identity, self._settings, self._transports, board=board, planner=self._planner
+            image,
+            self._identity,
+            self._settings,
+            self._transports,
+            board=board,
+            planner=self._planner,
+            serve_peer=self._serve_peer,
         ).start()
         try:
             return self._fill(image, board, seed, derived)
         except BaseException as error:
-            seed.close()
-            self._finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", None, [error])
+            ended = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            reasons = error.reasons if isinstance(error, NothingLeft) else ()
+            try:
+                self._finish(ended, None, reasons or (error,))
+            finally:
+                seed.close()
             raise
 
     def _fill(self, image: Image, board: ChunkBoard, seed: Seed, derived: Derived) -> ForkReport:
@@ -215,8 +229,7 @@ class ForkSession:
                 bytes_per_s=puller.bytes_read / max(now - began, 1e-9),
                 sources={share.source_id: share.verified_bytes for share in puller.shares},
             )
-            if self._on_progress is not None:
-                self._on_progress(progress, image.layout.image_bytes)
+            self._show_progress(progress, image.layout.image_bytes)
             if last:
                 return
             if now - told_at < PROGRESS_S:
@@ -229,6 +242,15 @@ class ForkSession:
                     puller.plan_again()
             except PlannerUnreachable as error:
                 log.debug("progress not told", detail=str(error))
+
+    def _show_progress(self, progress: ForkProgress, image_bytes: int) -> None:
+        if self._on_progress is None:
+            return
+        try:
+            self._on_progress(progress, image_bytes)
+        except Exception:  # what shows the progress may fail; this thread also renews the leases
+            log.exception("progress not shown, and not shown again")
+            self._on_progress = None
 
     def _finish(self, outcome: str, report: ForkReport | None, reasons: Sequence[BaseException]) -> None:
         """Tell the planner how it ended, which also gives the leases back. Best effort: leases expire."""

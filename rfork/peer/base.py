@@ -46,6 +46,10 @@ class Peer(Protocol):
         """What the source can give, as it says it; ends when the channel is closed on either side."""
         ...
 
+    def renew(self, deadline: float) -> None:
+        """Show the source the newest token, so that it keeps the reader's place."""
+        ...
+
     def close(self) -> None:
         """Drop the connection; the source gives the place to others. Ends a `watch` under way."""
         ...

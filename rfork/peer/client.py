@@ -15,6 +15,7 @@ from rfork.peer.base import Progress
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
 from rfork.settings import TlsSettings
 from rfork.transport.base import Endpoint, TokenSource
+from rfork.transport.tls import client_context
 
 Answer = TypeVar("Answer")
 
@@ -30,6 +31,7 @@ class PeerClient:
             # Each source's channel is its own connection: closing one must not touch another fork.
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.enable_retries", 0),
+            ("grpc.enable_http_proxy", 0),  # settings alone read the environment; proxies do not apply
         ]
         credentials = channel_credentials(tls)
         if credentials is None:
@@ -73,6 +75,14 @@ class PeerClient:
         except (grpc.RpcError, ValueError) as error:  # ValueError: `close` came first
             raise codec.error_of(error, self.address) from None
 
+    def renew(self, deadline: float) -> None:
+        """See `Peer.renew`."""
+        # The source reads the lease off any call; this one closes no channel.
+        request = peer_pb2.CloseChannelRequest()
+        self._call(
+            lambda: self._stub.CloseChannel(request, timeout=_left(deadline), metadata=self._metadata())
+        )
+
     def close(self) -> None:
         """See `Peer.close`."""
         self._channel.close()
@@ -92,9 +102,10 @@ def _left(deadline: float) -> float:
 
 
 def channel_credentials(tls: TlsSettings) -> grpc.ChannelCredentials | None:
-    """Credentials for a gRPC client; None where TLS is off."""
+    """Credentials for a gRPC client; None where TLS is off. Raises SettingsError for files of no use."""
     if not tls.enabled:
         return None
+    client_context(tls)  # names a file that cannot be used; gRPC would only fail to connect
     authorities = tls.ca.read_bytes() if tls.ca is not None else None
     key = tls.key.read_bytes() if tls.key is not None else None
     certificate = tls.certificate.read_bytes() if tls.certificate is not None else None

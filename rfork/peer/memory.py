@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator
 
-from rfork.errors import SourceGone
+from rfork.errors import SourceChanged, SourceGone
 from rfork.image import ranges
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
@@ -13,6 +13,7 @@ from rfork.peer import codec
 from rfork.peer.base import Progress
 from rfork.peer.server import PeerHost
 from rfork.peer.v1 import peer_pb2
+from rfork.settings import Settings
 from rfork.transport.base import Endpoint, TokenSource
 
 
@@ -21,14 +22,22 @@ class MemoryPeers:
 
     def __init__(self) -> None:
         self._hosts: dict[str, PeerHost] = {}
+        self._served = 0
 
-    def serve(self, address: str, host: PeerHost) -> None:
-        """Make `host` reachable at `address`."""
+    def service(self, host: PeerHost, settings: Settings) -> MemoryService:
+        """A `rfork.peer.server.ServePeer` into this network."""
+        return MemoryService(self, host)
+
+    def serve(self, host: PeerHost) -> str:
+        """Make `host` reachable; returns its address, which no other host ever has."""
+        self._served += 1
+        address = f"memory:{self._served}"
         self._hosts[address] = host
+        return address
 
     def kill(self, address: str) -> None:
         """The process at `address` dies: it answers nobody any more."""
-        del self._hosts[address]
+        self._hosts.pop(address, None)
 
     def host(self, address: str) -> PeerHost:
         """Whoever lives at `address`; raises SourceGone."""
@@ -39,6 +48,28 @@ class MemoryPeers:
     def dial(self, address: str, token: TokenSource) -> MemoryPeer:
         """A `rfork.peer.base.Dial` into this network."""
         return MemoryPeer(self, address, token)
+
+
+class MemoryService:
+    """One host's place in the network; see `rfork.peer.server.PeerService`."""
+
+    def __init__(self, peers: MemoryPeers, host: PeerHost) -> None:
+        self._peers = peers
+        self._host = host
+        self._address = "closed:0"
+
+    @property
+    def address(self) -> str:
+        """Where others reach it."""
+        return self._address
+
+    def start(self) -> None:
+        """See `PeerService.start`."""
+        self._address = self._peers.serve(self._host)
+
+    def stop(self) -> None:
+        """See `PeerService.stop`."""
+        self._peers.kill(self._address)
 
 
 class MemoryPeer:
@@ -67,6 +98,7 @@ class MemoryPeer:
         """See `Peer.watch`."""
         host = self._peers.host(self._address)
         fork_id = host.check(self._token())
+        generation = host.generation
         told: tuple[ranges.Range, ...] = ()
         with host.on_change(lambda: self._events.put(True)):
             while host.has_channel(channel_id, fork_id):
@@ -75,8 +107,13 @@ class MemoryPeer:
                 told = verified
                 if not self._wait(keep_alive_s):
                     break
-                self._peers.host(self._address)
+                if self._peers.host(self._address).generation != generation:
+                    raise SourceChanged(f"{self._address}: the weights changed")
         host.close_channel(channel_id)
+
+    def renew(self, deadline: float) -> None:
+        """See `Peer.renew`."""
+        self._peers.host(self._address).check(self._token())
 
     def close(self) -> None:
         """See `Peer.close`."""

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import NoReturn, Protocol, TypeVar
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rfork.errors import PortInUse, RforkError
 from rfork.image import ranges
@@ -25,6 +24,7 @@ from rfork.peer import codec
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
 from rfork.settings import Settings, TlsSettings
 from rfork.transport.base import Endpoint
+from rfork.transport.tls import server_context
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -74,6 +74,27 @@ class PeerHost(Protocol):
         ...
 
 
+class PeerService(Protocol):
+    """What makes one `PeerHost` reachable."""
+
+    @property
+    def address(self) -> str:
+        """Where others reach it."""
+        ...
+
+    def start(self) -> None:
+        """Begin to answer."""
+        ...
+
+    def stop(self) -> None:
+        """End all calls."""
+        ...
+
+
+ServePeer = Callable[[PeerHost, Settings], PeerService]
+"""Makes the (not yet started) service of a host; `PeerServer` is the one over gRPC."""
+
+
 class PeerServer:
     """Serves one `PeerHost` on `settings.bind`:`settings.peer_port`."""
 
@@ -116,9 +137,9 @@ class PeerServer:
             maximum_concurrent_rpcs=MOST_CALLS,
         )
         peer_pb2_grpc.add_PeerServicer_to_server(_Servicer(self._host), server)
-        health = HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(health, server)
-        await health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        servicer = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+        await servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
         where = f"{self._settings.bind}:{self._settings.peer_port}"
         try:
             credentials = server_credentials(self._settings.tls)
@@ -139,9 +160,10 @@ class PeerServer:
 
 
 def server_credentials(tls: TlsSettings) -> grpc.ServerCredentials | None:
-    """Credentials for a gRPC server; None where TLS is off."""
+    """Credentials for a gRPC server; None where TLS is off. Raises SettingsError for files of no use."""
     if tls.certificate is None or tls.key is None:
         return None
+    server_context(tls)  # names a file that cannot be used; gRPC would only fail to open the port
     authorities = tls.ca.read_bytes() if tls.ca is not None else None
     return grpc.ssl_server_credentials(
         [(tls.key.read_bytes(), tls.certificate.read_bytes())], authorities, authorities is not None
@@ -228,7 +250,9 @@ class _Servicer(peer_pb2_grpc.PeerServicer):
         loop = asyncio.get_running_loop()
 
         def wake() -> None:
-            loop.call_soon_threadsafe(event.set)
+            # The loop may be closed by now: whoever made the change is not to hear of that.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(event.set)
 
         return event, self._host.on_change(wake)
 

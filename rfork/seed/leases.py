@@ -66,7 +66,7 @@ class LeaseBook:
             )
         if not self._keys:
             raise LeaseRefused("this instance has not reached its planner yet, so it cannot check leases")
-        claims = verify(token, self._keys, source_id=self._source_id)
+        claims = verify(token, self._keys, source_id=self._source_id, now=self._clock())
         with self._lock:
             now = self._clock()
             self._known = {text: known for text, known in self._known.items() if known.expires_at > now}

@@ -7,7 +7,6 @@ Everything here runs on the source.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import threading
 import time
@@ -19,12 +18,13 @@ from uuid import uuid4
 
 from rfork.control.client import PlannerClient
 from rfork.control.heartbeat import Heartbeat
+from rfork.control.lease import decode_key
 from rfork.errors import LayoutMismatch, SourceBusy, SourceChanged
 from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.logs import logger
-from rfork.peer.server import PeerServer
+from rfork.peer.server import PeerServer, PeerService, ServePeer
 from rfork.seed.governor import Governor
 from rfork.seed.leases import LeaseBook
 from rfork.settings import Settings
@@ -47,7 +47,7 @@ class Seed:
     """Gives one image to whoever holds a lease. Use as a context manager, or `start` and `close`.
 
     `manifest` is None for a relay until its own source has told it (`learn`). Implements the
-    transports' `Gate` and the peer service's `PeerHost`.
+    transports' `Gate` and the peer service's `PeerHost`. `planner` is the seed's own: closed with it.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Seed:
         board: ChunkBoard | None = None,
         manifest: Manifest | None = None,
         planner: PlannerClient | None = None,
+        serve_peer: ServePeer = PeerServer,
     ) -> None:
         self.image = image
         self.identity = identity
@@ -76,7 +77,9 @@ class Seed:
         self._listeners: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._acknowledged = threading.Event()
-        self._peer: PeerServer | None = None
+        self._serve_peer = serve_peer
+        self._peer: PeerService | None = None
+        self._planner = planner
         self._heartbeat = Heartbeat(planner, self.report, self._on_ack) if planner is not None else None
 
     # -- life -----------------------------------------------------------------------------------
@@ -86,7 +89,7 @@ class Seed:
         try:
             for transport in self._transports:
                 self._exporters[transport.name] = transport.export(self.image, self)
-            self._peer = PeerServer(self, self.settings)
+            self._peer = self._serve_peer(self, self.settings)
             self._peer.start()
         except BaseException:
             self._close_servers()
@@ -103,6 +106,10 @@ class Seed:
         self._manifest = manifest
         self._tell()
         self.poke()
+
+    def learn_key(self, lease_key: str) -> None:
+        """Take the key (base64url) that the planner signs leases for this instance with."""
+        self._leases.learn_key(decode_key(lease_key))
 
     def serve(self) -> None:
         """The image is whole and the engine is ready: be a seed."""
@@ -153,6 +160,8 @@ class Seed:
             self._heartbeat.stop(remove=True)
         self._governor.close()
         self._close_servers()
+        if self._planner is not None:
+            self._planner.close()
 
     def _close_servers(self) -> None:
         if self._peer is not None:
@@ -273,7 +282,7 @@ class Seed:
         )
 
     def _on_ack(self, ack: InstanceAck) -> None:
-        self._leases.learn_key(base64.urlsafe_b64decode(ack.lease_key))
+        self.learn_key(ack.lease_key)
         self._acknowledged.set()
 
 

@@ -61,7 +61,9 @@ class Checkpoint:
         CheckpointError when a tensor is missing, unknown or has another shape, before the first
         one is written where the file's header shows it; StorageError when a file cannot be read.
         """
-        wanted = module.state_dict(keep_vars=False)
+        state = module.state_dict(keep_vars=False)
+        # Not the extra state that a submodule may add, which is anything.
+        wanted = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         self._check_names(wanted)
         with torch.no_grad():
             for path, names in self.shards.items():
@@ -114,10 +116,10 @@ def _indexed(folder: Path, index: Path) -> dict[Path, tuple[str, ...]]:
         raise CheckpointError(f"{index} is not a safetensors index: {error}") from None
     shards: dict[Path, list[str]] = {}
     for name, file in files.items():
-        path = folder / file
-        if path.resolve().parent != folder.resolve():
+        # By name and not by what it resolves to: a hub's cache holds links to files elsewhere.
+        if Path(file).name != file or file == "..":
             raise CheckpointError(f"{index} names {file!r}, which is outside the folder")
-        shards.setdefault(path, []).append(name)
+        shards.setdefault(folder / file, []).append(name)
     return {path: tuple(names) for path, names in shards.items()}
 
 

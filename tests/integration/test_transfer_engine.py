@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -48,6 +49,9 @@ class OpenGate:
     def throttle(self, nbytes: int) -> None:
         raise AssertionError("one-sided reads do not pass the gate")
 
+    def etag(self) -> str:
+        raise AssertionError("one-sided reads do not pass the gate")
+
 
 def image_of(sizes: list[int], tensors: list[torch.Tensor]) -> Image:
     """An image of separately allocated byte tensors, one behind the other."""
@@ -67,16 +71,14 @@ def pattern(index: int, size: int, salt: int) -> torch.Tensor:
 class SeedProcess:
     """A seed in a process of its own."""
 
-    def __init__(self, sizes: list[int], salt: int = 0, port: int = 0) -> None:
-        # Mooncake deals its handshake and its data port out of a range, by chance.
-        ports = {"MC_MIN_RPC_PORT": str(port), "MC_MAX_RPC_PORT": str(port + 1)} if port else {}
+    def __init__(self, sizes: list[int], salt: int = 0) -> None:
         self.process = subprocess.Popen(
             [sys.executable, __file__, json.dumps(sizes), str(salt)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **ports},
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         assert self.process.stdout is not None
         answer = next((line for line in self.process.stdout if line.startswith('{"parameters"')), None)
@@ -109,8 +111,8 @@ def start_seed() -> Iterator[StartSeed]:
     """Starts seeds that end with the test."""
     with contextlib.ExitStack() as seeds:
 
-        def start(sizes: list[int], salt: int = 0, port: int = 0) -> SeedProcess:
-            seed = SeedProcess(sizes, salt, port)
+        def start(sizes: list[int], salt: int = 0) -> SeedProcess:
+            seed = SeedProcess(sizes, salt)
             seeds.callback(seed.end)
             return seed
 
@@ -268,32 +270,54 @@ def test_nobody_at_the_port_is_gone(free_port: int) -> None:
         connect(endpoint, image)
 
 
-def restart(start_seed: StartSeed, sizes: list[int], port: int, session: str) -> SeedProcess:
-    """A seed, of salt 2, that got the handshake port of `session` out of the range of two at `port`."""
-    while True:
-        with contextlib.suppress(ChildProcessError):  # a port that the last process held may not be free yet
-            seed = start_seed(sizes, 2, port)
-            if seed.endpoint.parameters["session"] == session:
-                return seed
-            seed.end()
+class _Forward(socketserver.BaseRequestHandler):
+    """Passes one handshake on to the seed that stands behind the port now."""
+
+    def handle(self) -> None:
+        server = self.server
+        assert isinstance(server, FixedPort)
+        host, _, port = server.session.rpartition(":")
+        with socket.create_connection((host, int(port))) as seed:
+            asking = threading.Thread(target=_pump, args=(self.request, seed))
+            asking.start()
+            _pump(seed, self.request)
+            asking.join()
 
 
-def test_a_seed_restarted_on_its_port_is_read_afresh(start_seed: StartSeed, free_port: int) -> None:
-    """A new reader of the same host and port reads the new process's bytes, not through old addresses."""
+class FixedPort(socketserver.ThreadingTCPServer):
+    """A handshake port that stays while the seeds behind it come and go."""
+
+    session = ""
+
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+
+
+def test_a_seed_restarted_behind_its_port_is_read_afresh(start_seed: StartSeed) -> None:
+    """A new reader of the same session reads the new process's bytes, not through old addresses."""
     sizes = [1 << 16]
-    first = start_seed(sizes, 1, free_port)
-    image, tensors = empty_target(sizes)
-    reader = connect(first.endpoint, image)
-    reader.read(0, 1 << 16, time.monotonic() + 10)
-    seen = [wrong_tensors(tensors, 1)]
-    first.end()
-    second = restart(start_seed, sizes, free_port, first.endpoint.parameters["session"])
-    again = connect(second.endpoint, image)
-    again.read(0, 1 << 16, time.monotonic() + 10)
-    seen.append(wrong_tensors(tensors, 2))
-    reader.close()
-    again.close()
-    assert (first.endpoint.parameters["session"], seen) == (second.endpoint.parameters["session"], [[], []])
+    seen: list[list[int]] = []
+    with FixedPort(("127.0.0.1", 0), _Forward) as fixed, contextlib.ExitStack() as readers:
+        serving = threading.Thread(target=fixed.serve_forever)
+        serving.start()
+        readers.callback(serving.join)
+        readers.callback(fixed.shutdown)
+        for salt in (1, 2):
+            seed = start_seed(sizes, salt)
+            fixed.session = seed.endpoint.parameters["session"]
+            session = f"127.0.0.1:{fixed.server_address[1]}"
+            parameters = {**seed.endpoint.parameters, "session": session}
+            image, tensors = empty_target(sizes)
+            reader = connect(Endpoint("transfer_engine", parameters, seed.endpoint.segments), image)
+            readers.callback(reader.close)
+            reader.read(0, 1 << 16, time.monotonic() + 10)
+            seen.append(wrong_tensors(tensors, salt))
+            seed.end()
+    assert seen == [[], []]
 
 
 def test_a_closed_exporter_gives_nothing() -> None:

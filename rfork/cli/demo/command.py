@@ -26,7 +26,7 @@ from rfork.errors import StorageError
 
 PROMPT = "What is the capital of France?"
 FORKS = 3
-IDLE_ANSWERS = 8
+WARM_ANSWERS, IDLE_ANSWERS = 3, 12
 START_S = 120.0
 FORK_S = 120.0
 LOOK_S = 0.1
@@ -92,8 +92,10 @@ def _play(folder: Path, bare: Path, egress_rate: int, children: Children) -> Ver
         )
     )
     scene.seed_ready = seed.wait_for(_ready, START_S)
-    for _ in range(IDLE_ANSWERS):
-        seed.wait_for(lambda event: event.get("event") == "answer", START_S)
+    for number in range(WARM_ANSWERS + IDLE_ANSWERS):
+        if number == WARM_ANSWERS:
+            scene.seed_warm()
+        seed.wait_for(_is_answer, START_S)
 
     def fork(number: int) -> Child:
         arguments = [
@@ -141,6 +143,10 @@ def _play(folder: Path, bare: Path, egress_rate: int, children: Children) -> Ver
 
 def _ready(event: Event) -> bool:
     return event.get("event") == "ready"
+
+
+def _is_answer(event: Event) -> bool:
+    return event.get("event") == "answer"
 
 
 def _is_report(event: Event) -> bool:

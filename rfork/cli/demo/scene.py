@@ -17,7 +17,7 @@ from rfork.control.client import PlannerClient
 from rfork.image import ranges
 from rfork.wire import ForkView
 
-BAR = 24
+BAR = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Scene:
         self._answers: list[Answer] = []
         self._hosts: dict[str, str] = {}
         self._forks: list[ForkView] = []
-        self._started = self._first_byte = self._ended = float("inf")
+        self._warm = self._started = self._first_byte = self._ended = float("inf")
 
     def on_seed_event(self, event: Event) -> None:
         """A line the seed wrote."""
@@ -57,6 +57,10 @@ class Scene:
             answer = Answer(float(str(event["at"])), float(str(event["seconds"])), str(event["text"]))
             with self._lock:
                 self._answers.append(answer)
+
+    def seed_warm(self) -> None:
+        """The seed's first answers, which load and compile things, are over."""
+        self._warm = time.time()
 
     def forks_started(self) -> None:
         """The new processes begin to load Python, torch and their model's code."""
@@ -109,7 +113,7 @@ class Scene:
     def latencies(self) -> Mapping[str, Latency]:
         """The seed's latency while nothing else ran, while processes started, and while forks read."""
         parts = {
-            "idle": (0.0, self._started),
+            "idle": (self._warm, self._started),
             "new processes start": (self._started, self._first_byte),
             "forks read": (self._first_byte, self._ended),
         }

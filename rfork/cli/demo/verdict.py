@@ -67,7 +67,7 @@ class Verdict:
         """One row a fork."""
         size = f"{self.image_bytes / 1e6:.0f} MB"
         table = Table(
-            "fork", "seconds", "GB/s", "read from", "read again", "chunks verified", "re-plans", "says",
+            "fork", "seconds", "GB/s", "read from", "read again", "verified", "re-plans",
             title=f"{self.model}, {size}",
         )  # fmt: skip
         for fork in self.forks:
@@ -80,7 +80,6 @@ class Verdict:
                 f"{fork.bytes_repeated / 1e6:.1f} MB",
                 f"{fork.chunks_verified}/{fork.chunks}",
                 str(fork.replans),
-                fork.generated,
             )
         return table
 
@@ -96,6 +95,8 @@ class Verdict:
                 f"({latency.answers} answers)"
             )
         yield f"the seed says: {self.seed_answer}"
+        for fork in self.forks:
+            yield f"{fork.host} says: {fork.generated}"
         if self.equal:
             yield f"equal: all tensors of seed and forks have the SHA-256 {self.seed_sha256[:16]}…"
         for difference in self.differences:

@@ -138,7 +138,8 @@ def ask(
         if not _VISIBLE.fullmatch(token):
             raise LeaseRefused("a lease token cannot hold spaces or control characters")
         lines.append(f"Authorization: Bearer {token}")
-    if etag and not etag.startswith("W/"):  # weak tags never match (RFC 9110 13.1.1)
+    # Weak tags never match (RFC 9110 13.1.1).
+    if etag and not etag.startswith("W/") and _VISIBLE.fullmatch(etag):
         lines.append(f"If-Match: {etag}")
     try:
         stream.send(["\r\n".join([*lines, "", ""]).encode("ascii")], patience.left())

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -13,9 +13,9 @@ from rfork.settings import TlsSettings
 PROBLEM = {"type": "https://rfork.dev/problems/unknown-fork", "title": "x", "status": 404, "detail": "gone"}
 
 
-def client_of(answer: Callable[[httpx.Request], httpx.Response], **options: str) -> PlannerClient:
+def client_of(answer: Callable[[httpx.Request], httpx.Response], token: str | None = None) -> PlannerClient:
     """A client whose requests all go to `answer`."""
-    return PlannerClient("http://p:1/", transport=httpx.MockTransport(answer), **options)
+    return PlannerClient("http://p:1/", transport=httpx.MockTransport(answer), token=token)
 
 
 def raising(error: Exception) -> Callable[[httpx.Request], httpx.Response]:
@@ -61,7 +61,9 @@ def test_a_planner_that_is_away_is_named_with_the_reason(error: Exception, reaso
 
 def test_a_dead_pooled_connection_is_tried_once_more() -> None:
     """A planner that restarted has closed it; the second attempt makes a fresh one."""
-    answers = iter([httpx.RemoteProtocolError("closed"), httpx.Response(200, json=[])])
+    answers: Iterator[Exception | httpx.Response] = iter(
+        [httpx.RemoteProtocolError("closed"), httpx.Response(200, json=[])]
+    )
 
     def answer(request: httpx.Request) -> httpx.Response:
         following = next(answers)
@@ -99,7 +101,7 @@ def test_a_token_that_no_header_can_carry_is_a_settings_error() -> None:
 
 def test_tls_files_that_are_missing_are_a_settings_error(tmp_path: Path) -> None:
     """The line says that it is about TLS."""
-    tls = TlsSettings(ca=tmp_path / "missing.pem")  # type: ignore[call-arg]
+    tls = TlsSettings(ca=tmp_path / "missing.pem")
     with pytest.raises(SettingsError, match="TLS files"):
         PlannerClient("https://p", tls=tls)
 

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import logging
 import queue
 import threading
+from collections.abc import Callable
 
 import httpx
 import pytest
-from structlog.testing import capture_logs
 
 from rfork.control.client import PlannerClient
 from rfork.control.heartbeat import Heartbeat
@@ -16,6 +17,15 @@ REPORT = InstanceReport(
     address="h:1", placement=Placement(host="h"),
 )  # fmt: skip
 WAIT_S = 20.0
+
+
+@pytest.fixture
+def events(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """The heartbeat's log so far, without the fields."""
+    caplog.set_level(logging.INFO, logger="rfork.heartbeat")
+    return lambda: [
+        record.rfork_fields["event"] for record in caplog.records if hasattr(record, "rfork_fields")
+    ]
 
 
 class FakePlanner:
@@ -68,35 +78,33 @@ def test_it_reports_within_the_interval_that_the_planner_asks_for() -> None:
     heartbeat.stop(remove=False)
 
 
-def test_it_outlives_an_outage_and_logs_it_once() -> None:
+def test_it_outlives_an_outage_and_logs_it_once(events: Callable[[], list[str]]) -> None:
     """Lost once, back once, however many reports failed between."""
     planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
     planner.away.set()
     heartbeat = beating(planner, acks)
-    with capture_logs() as logs:
-        heartbeat.start()
-        for _ in range(3):
-            planner.next()
-        assert not heartbeat.connected
-        planner.away.clear()
-        assert heartbeat.wait_connected(WAIT_S)
-        heartbeat.stop(remove=False)
-    assert ["planner lost", "planner is back"] == [entry["event"] for entry in logs]
+    heartbeat.start()
+    for _ in range(3):
+        planner.next()
+    assert not heartbeat.connected
+    planner.away.clear()
+    assert heartbeat.wait_connected(WAIT_S)
+    heartbeat.stop(remove=False)
+    assert ["planner lost", "planner is back"] == events()
 
 
-def test_stopping_while_the_planner_is_away_ends_with_a_warning() -> None:
+def test_stopping_while_the_planner_is_away_ends_with_a_warning(events: Callable[[], list[str]]) -> None:
     """The planner forgets a silent instance by itself."""
     planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
     heartbeat = beating(planner, acks)
     heartbeat.start()
     acks.get(timeout=WAIT_S)
     planner.away.set()
-    with capture_logs() as logs:
-        heartbeat.stop(remove=True)
-    assert ["instance not removed"] == [entry["event"] for entry in logs]
+    heartbeat.stop(remove=True)
+    assert ["instance not removed"] == events()
 
 
-def test_a_report_that_cannot_be_made_does_not_end_the_heartbeat() -> None:
+def test_a_report_that_cannot_be_made_does_not_end_the_heartbeat(events: Callable[[], list[str]]) -> None:
     """The error is logged, and the next report goes out."""
     planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
     failures = iter([ValueError("broken"), None])
@@ -108,11 +116,10 @@ def test_a_report_that_cannot_be_made_does_not_end_the_heartbeat() -> None:
         return REPORT
 
     heartbeat = Heartbeat(planner.client, report, acks.put, retry_s=0.001, least_gap_s=0.0)
-    with capture_logs() as logs:
-        heartbeat.start()
-        assert heartbeat.wait_connected(WAIT_S)
-        heartbeat.stop(remove=False)
-    assert ["heartbeat failed", "planner is back"] == [entry["event"] for entry in logs]
+    heartbeat.start()
+    assert heartbeat.wait_connected(WAIT_S)
+    heartbeat.stop(remove=False)
+    assert ["heartbeat failed", "planner is back"] == events()
 
 
 @pytest.mark.parametrize("remove", [True, False])

@@ -184,6 +184,17 @@ def test_every_operation_is_described(web: httpx.Client) -> None:
     assert "HTTPValidationError" not in json.dumps(document)
 
 
+def test_the_openapi_document_tells_of_the_token() -> None:
+    """A generated client knows where to put it, and that the health checks need none."""
+    app = create_app(PlannerSettings(token="right"))  # type: ignore[arg-type]
+    document = web_of(app).get("/openapi.json", headers={"Authorization": "Bearer right"}).json()
+    assert ({"token": {"type": "http", "scheme": "bearer"}}, [{"token": []}], []) == (
+        document["components"]["securitySchemes"],
+        document["security"],
+        document["paths"]["/healthz"]["get"]["security"],
+    )
+
+
 def test_every_reference_of_the_openapi_document_leads_somewhere(web: httpx.Client) -> None:
     """Generators of clients stop at a dangling reference."""
     document = web.get("/openapi.json").json()

@@ -146,6 +146,19 @@ def test_two_seeds_at_capacity_are_both_named() -> None:
     assert reason == decide(fleet, loading("t")).reason
 
 
+def test_only_a_full_source_is_worth_waiting_for() -> None:
+    """A reader's place comes free by itself; a draining seed does not come back."""
+    fleets = [group(seed("s", max_readers=0)), group(seed("s", state="draining")), group()]
+    assert [True, False, False] == [decide(fleet, loading("t")).full for fleet in fleets]
+
+
+def test_where_only_other_layouts_exist_one_is_named_to_compare_with() -> None:
+    """The complete instance stands for the others; where the layout fits, nobody has to."""
+    others = group(loading("a", layout_id=OTHER_LAYOUT), seed("z", layout_id=OTHER_LAYOUT))
+    fleets = [others, group(seed("s")), group()]
+    assert ["z", None, None] == [decide(fleet, loading("t")).other_layout for fleet in fleets]
+
+
 def test_a_long_list_of_refusals_is_cut() -> None:
     """A reason names eight instances at most."""
     fleet = group(*(seed(f"s{index:02}", state="draining") for index in range(11)))

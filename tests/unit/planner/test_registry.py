@@ -54,14 +54,23 @@ def test_a_route_tells_all_that_is_needed_to_read(planner: PlannerClient, time: 
     )  # fmt: skip
 
 
+def test_an_instance_of_another_layout_is_there_to_compare_with(planner: PlannerClient) -> None:
+    """A plan without routes names it, with a lease for its manifest and no chunks."""
+    planner.report(whole("s").model_copy(update={"layout_id": "e" * 32}))
+    other = planner.ask(ask("a")).other_layout
+    assert other is not None
+    assert ("s", ()) == (other.source_id, other.chunks)
+
+
 def test_finishing_gives_the_place_back(planner: PlannerClient) -> None:
     """The seed's one place is free again; the second finish changes nothing."""
     planner.report(whole("s"))
     planner.ask(ask("a", max_readers=0))
-    full = planner.ask(ask("b")).reason
+    refused = planner.ask(ask("b"))
     planner.finish("fork-a", FORKED)
     planner.finish("fork-a", FORKED.model_copy(update={"outcome": "failed"}))
-    assert "s at capacity (1 of 1 readers)" in full
+    assert "s at capacity (1 of 1 readers)" in refused.reason
+    assert refused.retry_after_s is not None
     assert (["s"], "finished") == (sources(planner.ask(ask("b"))), planner.fork("fork-a").state)
 
 

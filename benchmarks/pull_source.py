@@ -1,0 +1,193 @@
+"""The other side of `benchmarks.pull`: the process that gives, and the planner's.
+
+The giving process offers the same tensors in three ways: as rfork's own seeds, over bare sockets, and
+through a Mooncake engine that nothing of rfork stands in front of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Protocol, TypeVar, cast
+
+import torch
+from torch import nn
+
+import rfork
+from benchmarks import shapes
+from rfork import logs, settings
+from rfork.errors import RforkError
+from rfork.image.capture import capture
+from rfork.image.memory import Image
+from rfork.settings import PlannerSettings, Settings
+from rfork.transport.http.stream import MOST_VIEWS
+from rfork.transport.transfer_engine.library import library_state
+
+IN_FLIGHT = 4
+"""Connections, or reads in flight, of every contender; rfork's `window`."""
+REQUEST_BYTES = 64
+"""A request to the bare socket server: image and part, padded with spaces."""
+PATIENCE_S = 120.0
+LOOPBACK = "127.0.0.1"
+MODULES: Mapping[str, Callable[[bool], nn.Module]] = {"dense": shapes.dense, "small": shapes.small}
+
+Area = tuple[int, int]
+"""Address and length, in bytes, of one tensor."""
+Message = TypeVar("Message")
+
+
+class PlainEngine(Protocol):
+    """What a plain reader uses of `mooncake.engine.TransferEngine`; see `rfork…library.NativeEngine`."""
+
+    def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int: ...
+
+    def get_rpc_port(self) -> int: ...
+
+    def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int: ...
+
+    def batch_transfer_sync_read(
+        self, session: str, local: list[int], remote: list[int], lengths: list[int]
+    ) -> int: ...
+
+    def batch_transfer_async_read(
+        self, session: str, local: list[int], remote: list[int], lengths: list[int]
+    ) -> int: ...
+
+    def transfer_check_status(self, batch: int) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What the giving process offers besides rfork: socket port, Mooncake session, each tensor's place."""
+
+    port: int
+    session: str
+    areas: Mapping[str, Sequence[Area]]
+
+
+def settings_for(planner: str, transports: Sequence[str], *, verify: bool = True) -> Settings:
+    """rfork's settings, the same on both sides."""
+    return settings.load(
+        Settings,
+        planner=planner,
+        transports=tuple(transports),
+        verify=verify,
+        window=IN_FLIGHT,
+        bind=LOOPBACK,
+        unguarded_tcp=True,
+    )
+
+
+def transports() -> tuple[str, ...]:
+    """rfork's transports that can run here."""
+    return ("http",) if library_state().error else ("http", "transfer_engine")
+
+
+def plain_engine() -> PlainEngine:
+    """A TransferEngine over TCP, started as its own users start one. Raises RforkError."""
+    engine = cast(PlainEngine, importlib.import_module("mooncake.engine").TransferEngine())
+    if engine.initialize(LOOPBACK, "P2PHANDSHAKE", "tcp", "") != 0:
+        raise RforkError("Mooncake did not start over TCP")
+    return engine
+
+
+def areas_of(module: nn.Module) -> list[Area]:
+    """Where each tensor of the module lies, in the same order in every process."""
+    return [(tensor.data_ptr(), tensor.nbytes) for tensor in shapes.tensors_of(module)]
+
+
+def part_of(image: Image, part: int) -> tuple[int, int]:
+    """The image range that socket connection number `part` carries."""
+    size = image.layout.image_bytes
+    return size * part // IN_FLIGHT, size * (part + 1) // IN_FLIGHT
+
+
+@contextlib.contextmanager
+def giving(quick: bool) -> Iterator[tuple[str, Offer]]:
+    """A planner and a giving process for the time of the block: the planner's URL, and the offer."""
+    with contextlib.ExitStack() as processes:
+        url: str = processes.enter_context(_process(_plan))
+        offer: Offer = processes.enter_context(_process(_give, url, quick))
+        yield url, offer
+
+
+@contextlib.contextmanager
+def _process(main: Callable[..., None], *arguments: str | bool) -> Iterator[Message]:
+    """Run `main(connection, *arguments)` in a fresh process; yields the first thing it sends."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=main, args=(there, *arguments), daemon=True)
+    process.start()
+    there.close()  # so that its death ends our read
+    try:
+        if not here.poll(PATIENCE_S):
+            raise RforkError(f"{main.__name__} was not ready within {PATIENCE_S:g} s")
+        yield here.recv()
+    except EOFError:
+        raise RforkError(f"{main.__name__} ended before it was ready") from None
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _plan(ready: Connection) -> None:
+    from planner.service import serve
+
+    logs.configure(json=False, level="error")
+    serve(settings.load(PlannerSettings, bind=LOOPBACK, port=0, log_level="error"), ready.send)
+
+
+def _give(ready: Connection, planner: str, quick: bool) -> None:
+    logs.configure(json=False, level="error")
+    torch.set_num_threads(1)
+    modules = {name: make(quick) for name, make in MODULES.items()}
+    images = {name: capture(module) for name, module in modules.items()}
+    session = ""
+    if "transfer_engine" in transports():
+        engine = plain_engine()
+        for image in images.values():
+            # One by one, 20,000 tensors would pass the engine's limit of about 12,000 regions.
+            addresses, lengths = zip(*image.allocations(), strict=True)
+            if engine.batch_register_memory(list(addresses), list(lengths)) != 0:
+                raise RforkError("Mooncake could not register the tensors")
+        session = f"{LOOPBACK}:{engine.get_rpc_port()}"
+    options = settings_for(planner, transports())
+    with contextlib.ExitStack() as seeds, socket.create_server((LOOPBACK, 0)) as listener:
+        for name, module in modules.items():
+            seed = seeds.enter_context(rfork.seed(module, model=name, settings=options))
+            if not seed.wait_acknowledged(PATIENCE_S):
+                raise RforkError("the planner did not answer the seed")
+        areas = {name: areas_of(module) for name, module in modules.items()}
+        ready.send(Offer(listener.getsockname()[1], session, areas))
+        while True:
+            connected, _ = listener.accept()
+            threading.Thread(target=_answer, args=(connected, images), daemon=True).start()
+
+
+def _answer(connected: socket.socket, images: Mapping[str, Image]) -> None:
+    """The bare socket server: after each request, the bytes of one part, out of the tensors' memory."""
+    with connected:
+        while request := connected.recv(REQUEST_BYTES, socket.MSG_WAITALL):
+            name, part = request.decode().split()
+            with images[name].readable(*part_of(images[name], int(part))) as views:
+                move(views, connected.sendmsg)
+
+
+def move(views: Sequence[memoryview], call: Callable[[list[memoryview]], int]) -> None:
+    """Move all views' bytes with as few system calls as IOV_MAX allows; `call` says how many it moved."""
+    waiting = list(views)[::-1]
+    while waiting:
+        window = waiting[-MOST_VIEWS:][::-1]
+        moved = call(window)
+        if moved == 0:
+            raise RforkError("the bare socket closed too early")
+        while waiting and moved >= len(waiting[-1]):
+            moved -= len(waiting.pop())
+        if moved:
+            waiting[-1] = waiting[-1][moved:]

@@ -1,0 +1,154 @@
+"""This side of `benchmarks.pull`: one module to fill, and every way to fill it."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from torch import nn
+
+import rfork
+from benchmarks.harness import Contender
+from benchmarks.pull_source import (
+    IN_FLIGHT,
+    REQUEST_BYTES,
+    Offer,
+    PlainEngine,
+    areas_of,
+    move,
+    part_of,
+    settings_for,
+)
+from rfork.errors import RforkError
+from rfork.fork.report import ForkReport
+from rfork.image.capture import capture
+
+MERGED_BYTES = 64 << 20
+POLL_S = 0.0002
+
+Piece = tuple[int, int, int]
+"""Of one tensor: local address, remote address, length in bytes."""
+
+
+class Target:
+    """One module of this process, what it must hold, and the ways to fill it."""
+
+    def __init__(self, name: str, make: Callable[[bool], nn.Module], quick: bool, offer: Offer) -> None:
+        self.name = name
+        self.module, self.original = make(quick), make(quick)
+        self.image = capture(self.module)
+        self.bytes = self.image.layout.image_bytes
+        self.right = capture(self.original).manifest().digests
+        self.pieces = [
+            (local, remote, length)
+            for (local, length), (remote, _) in zip(areas_of(self.module), offer.areas[name], strict=True)
+        ]
+
+    def checked(self, pull: Callable[[], float | None]) -> Contender:
+        """`pull` into zeroed tensors, its bytes checked; its own seconds if it says some, else its wall time."""
+
+        def run() -> float:
+            for region in self.image.regions:
+                region.zero_()
+            began = time.perf_counter()
+            told = pull()
+            seconds = time.perf_counter() - began if told is None else told
+            if self.image.manifest().digests != self.right:
+                raise RforkError(f"wrong bytes in {self.name}")
+            return seconds
+
+        return run
+
+    def rfork(
+        self, planner: str, transport: str, *, verify: bool, keep: Callable[[ForkReport], None]
+    ) -> Callable[[], float]:
+        """A fork, as a user of rfork calls it: seconds of its transfer phase. `keep` is told each report."""
+        options = settings_for(planner, (transport,), verify=verify)
+
+        def pull() -> float:
+            report = rfork.fork(self.module, model=self.name, settings=options)
+            if report.seed is not None:
+                report.seed.close()
+            if report.outcome != "forked" or {share.transport for share in report.sources} != {transport}:
+                raise RforkError(f"not a fork over {transport}: {report.line()}")
+            keep(report)
+            return report.phases["transfer"]
+
+        return pull
+
+    def sockets(self, connections: list[socket.socket]) -> Callable[[], None]:
+        """Four bare sockets, each for a quarter of the image."""
+
+        def receive(part: int) -> None:
+            connection = connections[part]
+            connection.sendall(f"{self.name} {part}".encode().ljust(REQUEST_BYTES))
+            with self.image.writable(*part_of(self.image, part)) as views:
+                move(views, lambda window: connection.recvmsg_into(window, 0, socket.MSG_WAITALL)[0])
+
+        def pull() -> None:
+            with ThreadPoolExecutor(IN_FLIGHT) as threads:
+                list(threads.map(receive, range(IN_FLIGHT)))
+
+        return pull
+
+    def mooncake_batch(self, engine: PlainEngine, session: str) -> Callable[[], None]:
+        """One batch with one entry a tensor."""
+        local, remote, lengths = (list(column) for column in zip(*self.pieces, strict=True))
+
+        def pull() -> None:
+            if engine.batch_transfer_sync_read(session, local, remote, lengths) != 0:
+                raise RforkError("Mooncake's batch read failed")
+
+        return pull
+
+    def mooncake_merged(self, engine: PlainEngine, session: str) -> Callable[[], None]:
+        """Reads of what is adjacent on both sides, four in flight."""
+
+        def pull() -> None:
+            waiting = deque(merged(self.pieces))
+            flying: list[int] = []
+            while waiting or flying:
+                while waiting and len(flying) < IN_FLIGHT:
+                    local, remote, length = waiting.popleft()
+                    flying.append(engine.batch_transfer_async_read(session, [local], [remote], [length]))
+                states = [engine.transfer_check_status(read) for read in flying]
+                if any(state < 0 for state in states):
+                    raise RforkError("a Mooncake read failed")
+                ended = [read for read, state in zip(flying, states, strict=True) if state == 1]
+                flying = [read for read in flying if read not in ended]
+                if not ended:
+                    time.sleep(POLL_S)
+
+        return pull
+
+    def memcpy(self) -> Callable[[], None]:
+        """The limit: tensor by tensor from this process's own memory, on one core."""
+        copies = [
+            (local, source, length)
+            for (local, length), (source, _) in zip(
+                areas_of(self.module), areas_of(self.original), strict=True
+            )
+        ]
+
+        def pull() -> None:
+            for local, source, length in copies:
+                ctypes.memmove(local, source, length)
+
+        return pull
+
+
+def merged(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """The same bytes: neighbours on both sides joined, what is large cut to MERGED_BYTES."""
+    runs: list[Piece] = []
+    for local, remote, length in sorted(pieces):
+        if runs and (local, remote) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + length)
+        else:
+            runs.append((local, remote, length))
+    for local, remote, length in runs:
+        for offset in range(0, length, MERGED_BYTES):
+            yield local + offset, remote + offset, min(MERGED_BYTES, length - offset)

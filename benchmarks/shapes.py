@@ -1,0 +1,69 @@
+"""Modules to pull: a dense one of a Llama's shapes, and one of very many small tensors.
+
+Their bytes are the same in every process, so each side makes its own and the bytes can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+SMALL_TENSORS = 20_000
+ROW = 1024
+"""Elements of a row of the small tensors: 2 KiB in bfloat16."""
+
+
+def dense(quick: bool) -> nn.Module:
+    """A Llama's layers in bfloat16, one allocation a tensor: 2.06 GiB (16 layers), quick 0.27 GiB (5)."""
+    if quick:
+        return _module(_llama(layers=5, hidden=1024, intermediate=4096, key_value=256), seed=1)
+    return _module(_llama(layers=16, hidden=2048, intermediate=8192, key_value=512), seed=1)
+
+
+def small(quick: bool) -> nn.Module:
+    """20,000 bfloat16 tensors, one allocation each, of 48 to 56 KiB (0.99 GiB); quick 6 to 10 KiB (0.15 GiB)."""
+    rows = (3, 4, 5) if quick else (24, 26, 28)
+    shapes = {f"experts.{index}.weight": (rows[index % len(rows)], ROW) for index in range(SMALL_TENSORS)}
+    return _module(shapes, seed=2)
+
+
+def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The module's tensors, in the order they were made, the same in every process."""
+    return (parameter.data for parameter in module.parameters())
+
+
+def _llama(layers: int, hidden: int, intermediate: int, key_value: int) -> dict[str, tuple[int, ...]]:
+    vocabulary = 32_000
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for layer in range(layers):
+        name = f"model.layers.{layer}"
+        shapes |= {
+            f"{name}.self_attn.q_proj.weight": (hidden, hidden),
+            f"{name}.self_attn.k_proj.weight": (key_value, hidden),
+            f"{name}.self_attn.v_proj.weight": (key_value, hidden),
+            f"{name}.self_attn.o_proj.weight": (hidden, hidden),
+            f"{name}.mlp.gate_proj.weight": (intermediate, hidden),
+            f"{name}.mlp.up_proj.weight": (intermediate, hidden),
+            f"{name}.mlp.down_proj.weight": (hidden, intermediate),
+            f"{name}.input_layernorm.weight": (hidden,),
+            f"{name}.post_attention_layernorm.weight": (hidden,),
+        }
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+
+
+def _module(shapes: Mapping[str, tuple[int, ...]], seed: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    root = nn.Module()
+    for name, shape in shapes.items():
+        tensor = torch.empty(shape, dtype=torch.bfloat16)
+        tensor.view(torch.int64).random_(generator=generator)
+        *path, leaf = name.split(".")
+        owner = root
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
+    return root

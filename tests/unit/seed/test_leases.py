@@ -1,0 +1,175 @@
+"""The lease book: which tokens are good, and who has a reader's place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rfork.control.lease import LeaseClaims, sign
+from rfork.errors import LeaseRefused, SourceBusy, SourceChanged
+from rfork.seed.leases import LeaseBook
+
+KEYS = {name: name.encode() * 32 for name in "abc"}
+CLAIMS = LeaseClaims("fork-1", "seed-1", "0" * 32, None, 0, 1030.0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def book(clock: Clock | None = None, *, keys: str = "a", max_readers: int = 2) -> LeaseBook:
+    leases = LeaseBook("seed-1", max_readers, clock=clock or Clock())
+    for key in keys:
+        leases.learn_key(KEYS[key])
+    return leases
+
+
+def token(fork_id: str = "fork-1", *, key: str = "a", expires_at: float = 1030.0) -> str:
+    return sign(replace(CLAIMS, fork_id=fork_id, expires_at=expires_at), KEYS[key])
+
+
+def test_a_good_token_tells_its_fork() -> None:
+    """A token signed for this source, generation and time is good, however often it is shown."""
+    leases = book()
+    assert [CLAIMS, CLAIMS] == [leases.check(token(), 0) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("shown", "said"),
+    [
+        ("", "no lease token"),
+        ("not-a-token", "malformed"),
+        (token(key="b"), "forged"),
+        (token(expires_at=1000.0), "expired"),
+        (sign(replace(CLAIMS, source_id="seed-2"), KEYS["a"]), "another source"),
+    ],
+    ids=["none", "malformed", "forged", "expired", "other source"],
+)
+def test_a_bad_token_is_refused(shown: str, said: str) -> None:
+    """Each bad token is refused, and the refusal says why."""
+    with pytest.raises(LeaseRefused, match=said):
+        book().check(shown, 0)
+
+
+def test_a_known_token_expires_too() -> None:
+    """A token that was good is refused from the second it expires, and stays refused."""
+    clock = Clock()
+    leases = book(clock)
+    leases.check(token(), 0)
+    clock.now = 1030.0
+    refused = 0
+    for _ in range(2):
+        with pytest.raises(LeaseRefused, match="expired"):
+            leases.check(token(), 0)
+        refused += 1
+    assert 2 == refused
+
+
+def test_an_instance_without_a_key_admits_nobody() -> None:
+    """Until the planner has told a key, no token can be checked, so none is good."""
+    with pytest.raises(LeaseRefused, match="not reached its planner"):
+        book(keys="").check(token(), 0)
+
+
+def test_another_generation_is_fenced() -> None:
+    """A lease for the weights as they were is no lease for the weights as they are, known or not."""
+    leases = book()
+    leases.check(token(), 0)
+    with pytest.raises(SourceChanged, match="generation 0"):
+        leases.check(token(), 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "good"),
+    [("a", "a"), ("ab", "ab"), ("abc", "bc"), ("aab", "ab"), ("aba", "ab")],
+)
+def test_key_rotation_keeps_the_key_before(keys: str, good: str) -> None:
+    """Tokens under the newest key and the one before it are good, older ones are not."""
+    leases = book(keys=keys)
+    accepted = ""
+    for key in KEYS:
+        try:
+            leases.check(token(key=key), 0)
+        except LeaseRefused:
+            continue
+        accepted += key
+    assert good == accepted
+
+
+def test_a_rotation_forgets_tokens_of_dropped_keys() -> None:
+    """A token that was checked under a key now dropped is checked anew, and refused."""
+    leases = book()
+    leases.check(token(), 0)
+    leases.learn_key(KEYS["b"])
+    leases.learn_key(KEYS["c"])
+    with pytest.raises(LeaseRefused, match="forged"):
+        leases.check(token(), 0)
+
+
+def opened(leases: LeaseBook, fork_id: str, expires_at: float = 1030.0) -> str:
+    leases.check(token(fork_id, expires_at=expires_at), 0)
+    return leases.open(fork_id)
+
+
+def test_places_are_counted_by_fork() -> None:
+    """One fork takes one place with however many channels; a fork too many is told to go elsewhere."""
+    leases = book(max_readers=2)
+    for fork in ("fork-1", "fork-1", "fork-2"):
+        opened(leases, fork)
+    with pytest.raises(SourceBusy, match="all 2 reader places"):
+        opened(leases, "fork-3")
+    assert ("fork-1", "fork-2") == leases.readers
+
+
+def test_closing_frees_a_place() -> None:
+    """A place is free once the last channel of its fork is closed; closing one that is gone is no error."""
+    leases = book(max_readers=1)
+    channels = [opened(leases, "fork-1") for _ in range(2)]
+    leases.close(channels[0])
+    held = leases.readers
+    leases.close(channels[1])
+    leases.close(channels[1])
+    assert (("fork-1",), ()) == (held, leases.readers)
+    assert leases.holds(opened(leases, "fork-2"), "fork-2")
+
+
+def test_a_channel_belongs_to_its_fork() -> None:
+    """Knowing another fork's channel id is of no use."""
+    leases = book()
+    channel = opened(leases, "fork-1")
+    assert (True, False, False) == (
+        leases.holds(channel, "fork-1"),
+        leases.holds(channel, "fork-2"),
+        leases.holds("other", "fork-1"),
+    )
+
+
+def test_expiry_frees_a_place() -> None:
+    """A reader that died without closing keeps its place no longer than its lease."""
+    clock = Clock()
+    leases = book(clock, max_readers=1)
+    channel = opened(leases, "fork-1")
+    clock.now = 1030.0
+    again = opened(leases, "fork-2", expires_at=1060.0)
+    assert (False, True, ("fork-2",)) == (
+        leases.holds(channel, "fork-1"),
+        leases.holds(again, "fork-2"),
+        leases.readers,
+    )
+
+
+def test_a_renewed_lease_keeps_the_place() -> None:
+    """A reader that shows a newer token in time keeps its place until that one expires."""
+    clock = Clock()
+    leases = book(clock)
+    opened(leases, "fork-1")
+    leases.check(token(expires_at=1060.0), 0)
+    readers = []
+    for clock.now in (1030.0, 1059.0, 1060.0):
+        readers.append(leases.readers)
+    assert [("fork-1",), ("fork-1",), ()] == readers

@@ -100,7 +100,7 @@ def contenders_of(
 
 
 def row(name: str, size: int, seconds: Sequence[float], reports: Sequence[ForkReport]) -> Row:
-    """One line of the table; "whole call", capture and plan are rfork's alone, in seconds."""
+    """One line of the table; "whole call" and "capture" are rfork's alone, in seconds."""
     speeds = [size / GB / value for value in seconds]
     values: dict[str, harness.Value] = {
         "contender": name,
@@ -110,12 +110,10 @@ def row(name: str, size: int, seconds: Sequence[float], reports: Sequence[ForkRe
         "seconds": median(seconds),
         "whole call": None,
         "capture": None,
-        "plan": None,
     }
     if reports:
         values["whole call"] = median(report.seconds for report in reports)
-        for phase in ("capture", "plan"):
-            values[phase] = median(report.phases[phase] for report in reports)
+        values["capture"] = median(report.phases["capture"] for report in reports)
     return values
 
 

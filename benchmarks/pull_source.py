@@ -43,23 +43,35 @@ Message = TypeVar("Message")
 
 
 class PlainEngine(Protocol):
-    """What a plain reader uses of `mooncake.engine.TransferEngine`; see `rfork…library.NativeEngine`."""
+    """What is used of `mooncake.engine.TransferEngine`."""
 
-    def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int: ...
+    def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int:
+        """Start it; 0 means done."""
+        ...
 
-    def get_rpc_port(self) -> int: ...
+    def get_rpc_port(self) -> int:
+        """The port of its session."""
+        ...
 
-    def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int: ...
+    def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int:
+        """Let peers read these areas; 0 means done."""
+        ...
 
     def batch_transfer_sync_read(
         self, session: str, local: list[int], remote: list[int], lengths: list[int]
-    ) -> int: ...
+    ) -> int:
+        """Read all and return; 0 means done."""
+        ...
 
     def batch_transfer_async_read(
         self, session: str, local: list[int], remote: list[int], lengths: list[int]
-    ) -> int: ...
+    ) -> int:
+        """Start reading; the batch's number."""
+        ...
 
-    def transfer_check_status(self, batch: int) -> int: ...
+    def transfer_check_status(self, batch: int) -> int:
+        """1: done; 0: under way; less: failed."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class Target:
         ]
 
     def checked(self, pull: Callable[[], float | None]) -> Contender:
-        """`pull` into zeroed tensors, its bytes checked; its own seconds if it says some, else its wall time."""
+        """`pull` into zeroed tensors, every byte checked; the seconds it tells, else its wall time."""
 
         def run() -> float:
             for region in self.image.regions:

@@ -23,7 +23,7 @@ def dense(quick: bool) -> nn.Module:
 
 
 def small(quick: bool) -> nn.Module:
-    """20,000 bfloat16 tensors, one allocation each, of 48 to 56 KiB (0.99 GiB); quick 6 to 10 KiB (0.15 GiB)."""
+    """20,000 bfloat16 tensors, one allocation each: 48 to 56 KiB, 0.99 GiB in all; quick 6 to 10 KiB."""
     rows = (3, 4, 5) if quick else (24, 26, 28)
     shapes = {f"experts.{index}.weight": (rows[index % len(rows)], ROW) for index in range(SMALL_TENSORS)}
     return _module(shapes, seed=2)

@@ -50,6 +50,7 @@ class FakeGate:
 
     verified: int = 1 << 62
     changed: bool = False
+    generation: int = 0
     before_slice: Callable[[int], None] = lambda nbytes: None
     admitted: list[tuple[int, int]] = field(default_factory=list)
 
@@ -62,6 +63,9 @@ class FakeGate:
             raise SourceBusy("not verified here yet")
         self.admitted.append((begin, end))
         return "fork-1"
+
+    def etag(self) -> str:
+        return f"generation-{self.generation}"
 
     def throttle(self, nbytes: int) -> None:
         self.before_slice(nbytes)
@@ -77,6 +81,7 @@ class Pair:
     target: Image
     exporter: Exporter
     token: str = TOKEN
+    readers: list[Reader] = field(default_factory=list)
 
     @classmethod
     def over(cls, transport: Transport, sizes: Sequence[int] = MIXED) -> Pair:
@@ -84,7 +89,14 @@ class Pair:
         return cls(transport, gate, source, image_of(sizes), transport.export(source, gate))
 
     def connect(self) -> Reader:
-        return self.transport.connect(self.exporter.endpoint(), self.target, lambda: self.token, soon())
+        endpoint = self.exporter.endpoint()
+        self.readers.append(self.transport.connect(endpoint, self.target, lambda: self.token, soon()))
+        return self.readers[-1]
+
+    def close(self) -> None:
+        for reader in self.readers:
+            reader.close()
+        self.exporter.close()
 
 
 def soon(seconds: float = 30.0) -> float:
@@ -96,7 +108,6 @@ def gives_the_right_bytes(pair: Pair) -> None:
     """A read of the whole image makes the target's bytes the source's."""
     reader = pair.connect()
     reader.read(0, pair.source.layout.image_bytes, soon())
-    reader.close()
     assert content(pair.source) == content(pair.target)
 
 
@@ -105,7 +116,6 @@ def gives_only_what_was_asked(pair: Pair) -> None:
     begin, end = 3 * MIB + 20, 4 * MIB + 1
     reader = pair.connect()
     reader.read(begin, end, soon())
-    reader.close()
     rest = pair.source.layout.image_bytes - end
     assert bytes(begin) + content(pair.source, begin, end) + bytes(rest) == content(pair.target)
 
@@ -114,7 +124,6 @@ def gives_nothing_for_an_empty_range(pair: Pair) -> None:
     """A read of no bytes is done at once."""
     reader = pair.connect()
     reader.read(7, 7, soon())
-    reader.close()
     assert bytes(pair.target.layout.image_bytes) == content(pair.target)
 
 
@@ -133,7 +142,6 @@ def serves_many_threads(pair: Pair) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    reader.close()
     assert content(pair.source) == content(pair.target)
 
 
@@ -142,7 +150,6 @@ def knows_the_ends_of_the_image(pair: Pair) -> None:
     reader = pair.connect()
     with pytest.raises(ValueError, match="image"):
         reader.read(0, pair.source.layout.image_bytes + 1, soon())
-    reader.close()
 
 
 def refuses_a_wrong_lease(pair: Pair) -> None:
@@ -151,7 +158,6 @@ def refuses_a_wrong_lease(pair: Pair) -> None:
     reader = pair.connect()
     with pytest.raises(LeaseRefused):
         reader.read(0, 1000, soon())
-    reader.close()
     assert bytes(1000) == content(pair.target, 0, 1000)
 
 
@@ -161,7 +167,6 @@ def takes_the_newest_token(pair: Pair) -> None:
     reader = pair.connect()
     pair.token = TOKEN
     reader.read(0, 1000, soon())
-    reader.close()
     assert content(pair.source, 0, 1000) == content(pair.target, 0, 1000)
 
 
@@ -172,7 +177,6 @@ def withholds_what_is_not_verified(pair: Pair) -> None:
     reader.read(0, 5000, soon())
     with pytest.raises(SourceBusy):
         reader.read(4999, 5001, soon())
-    reader.close()
     assert content(pair.source, 0, 5000) + bytes(1) == content(pair.target, 0, 5001)
 
 
@@ -182,7 +186,6 @@ def fences_changed_weights(pair: Pair) -> None:
     pair.gate.changed = True
     with pytest.raises(SourceChanged):
         reader.read(0, 1000, soon())
-    reader.close()
 
 
 def fences_weights_that_change_in_mid_read(pair: Pair) -> None:
@@ -195,7 +198,6 @@ def fences_weights_that_change_in_mid_read(pair: Pair) -> None:
     reader = pair.connect()
     with pytest.raises(SourceChanged):
         reader.read(0, pair.source.layout.image_bytes, soon())
-    reader.close()
 
 
 def says_when_the_source_is_gone(pair: Pair) -> None:
@@ -208,7 +210,6 @@ def says_when_the_source_is_gone(pair: Pair) -> None:
         reader.read(0, 1000, soon())
     with pytest.raises(SourceGone):
         pair.transport.connect(endpoint, pair.target, lambda: TOKEN, soon())
-    reader.close()
 
 
 def keeps_the_deadline(pair: Pair) -> None:
@@ -223,7 +224,6 @@ def keeps_the_deadline(pair: Pair) -> None:
     with pytest.raises(SourceStalled):
         reader.read(0, pair.source.layout.image_bytes, time.monotonic() + 0.2)
     release.set()
-    reader.close()
 
 
 def reads_nothing_past_the_deadline(pair: Pair) -> None:
@@ -231,7 +231,6 @@ def reads_nothing_past_the_deadline(pair: Pair) -> None:
     reader = pair.connect()
     with pytest.raises(SourceStalled):
         reader.read(0, 1000, time.monotonic() - 1)
-    reader.close()
 
 
 def ends_reads_when_the_reader_closes(pair: Pair) -> None:

@@ -20,7 +20,6 @@ from rfork.settings import Settings
 from rfork.transport.base import Reader, Transport
 from rfork.wire import Lease, Route
 
-
 SHOW_AFTER = 1 / 3
 """Part of a lease's life after which the source is shown the next one, even if nothing is read."""
 

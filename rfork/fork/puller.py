@@ -142,7 +142,7 @@ class Puller:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that were asked for and arrived so far, right or wrong."""
+        """Bytes of the chunks that arrived so far, right or wrong."""
         return self._bytes_read
 
     def renew(self, leases: Mapping[str, Lease]) -> None:

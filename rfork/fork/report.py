@@ -30,7 +30,7 @@ class ForkReport:
     """How one rank got its weights. Sizes in bytes, times in seconds.
 
     `seconds` is the whole call; `phases` its parts (capture, plan, transfer, fallback, digest).
-    `bytes_read` counts everything that was asked for, `bytes_repeated` the part of it that had to be
+    `bytes_read` counts the chunks that arrived, right or wrong, `bytes_repeated` those that had to be
     asked for again. `reasons` has one line for each failure on the way. `seed` is this process's
     giving side, still open: close it, or leave it to the end of the process.
     """

@@ -14,7 +14,8 @@ from typing import NoReturn, Protocol, TypeVar
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
 
 from rfork.errors import PortInUse, RforkError
 from rfork.image import ranges
@@ -58,7 +59,7 @@ class PeerHost(Protocol):
         ...
 
     def open_channel(self, fork_id: str, layout_id: str, transports: list[str]) -> tuple[str, Endpoint]:
-        """Give a place: the channel's id and how to read. Raises LayoutMismatch, SourceBusy, SourceChanged."""
+        """Give a place: its channel's id, how to read. Raises LayoutMismatch, SourceBusy, SourceChanged."""
         ...
 
     def has_channel(self, channel_id: str, fork_id: str) -> bool:
@@ -137,7 +138,7 @@ class PeerServer:
             maximum_concurrent_rpcs=MOST_CALLS,
         )
         peer_pb2_grpc.add_PeerServicer_to_server(_Servicer(self._host), server)
-        servicer = health.aio.HealthServicer()
+        servicer = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         await servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
         where = f"{self._settings.bind}:{self._settings.peer_port}"

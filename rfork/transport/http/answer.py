@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Protocol, runtime_checkable
 
 from rfork.errors import LeaseRefused, RforkError, SourceBusy, SourceChanged
 from rfork.image.memory import Image
@@ -30,15 +29,6 @@ _STATUS_OF: Mapping[type[RforkError], HTTPStatus] = {
 }
 
 
-@runtime_checkable
-class VersionedGate(Protocol):
-    """A gate that knows when the bytes change in place."""
-
-    def version(self) -> str:
-        """A word (letters and digits) that is another one whenever the image's bytes may be others."""
-        ...
-
-
 class ImageFile:
     """An image as a file to serve, and the gate in front of it."""
 
@@ -48,12 +38,11 @@ class ImageFile:
         self.gate = gate
         self.size = len(header) + image.layout.image_bytes
         self._nonce = secrets.token_hex(8)
-        self._version = gate.version if isinstance(gate, VersionedGate) else lambda: "0"
 
     @property
     def etag(self) -> str:
         """A strong entity tag: no other export, here or in a process that takes over the port, has it."""
-        return f'"{self._nonce}-{self._version()}"'
+        return f'"{self._nonce}-{self.gate.etag()}"'
 
     def admit(self, token: str, begin: int, end: int) -> None:
         """Ask the gate for file range `[begin, end)`; for the header it needs the lease alone."""

@@ -206,7 +206,7 @@ def test_whatever_the_order_no_chunk_has_two_readers(steps: list[tuple[str, obje
                     assert read.chunk not in in_flight.keys() | verified
                     in_flight[read.chunk] = read
                     taken[read.chunk] += 1
-            case ("verified" | "dropped"), int() as number:
+            case (("verified" | "dropped"), int() as number):
                 if in_flight:
                     read = in_flight.pop(sorted(in_flight)[number % len(in_flight)])
                     if step == "verified":

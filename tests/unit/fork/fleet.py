@@ -1,0 +1,211 @@
+"""A fleet in one process: sources that can be made to fail, a planner that follows a script, one target."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rfork.control.lease import LeaseClaims, decode_key, derive_key, sign
+from rfork.fork.feed import Feed, FeedListener
+from rfork.fork.puller import Pulled, Puller
+from rfork.image.board import ChunkBoard
+from rfork.image.capture import image_of
+from rfork.image.chunks import MIB
+from rfork.image.manifest import Manifest
+from rfork.image.memory import Image
+from rfork.image.ranges import Range
+from rfork.peer.memory import MemoryPeers
+from rfork.seed.seed import Identity, Seed
+from rfork.settings import Settings
+from rfork.transport.memory import Faults, MemoryNetwork, MemoryTransport
+from rfork.wire import Lease, Placement, Plan, Route, SourceFault
+
+CHUNKS = 6
+FORK_ID = "fork-1"
+SECRET = b"s" * 32
+NEVER_S = 60.0
+"""Longer than any test runs."""
+
+
+def settings(**changed: float | int) -> Settings:
+    """A target's settings under which nothing stalls, unless a test wants it to."""
+    return Settings.model_validate(
+        {
+            "host": "node",
+            "window": 2,
+            "stall_s": NEVER_S,
+            "min_rate": 1 << 40,
+            "patience_s": NEVER_S,
+            **changed,
+        }
+    )
+
+
+def image(seed: int | None = None, chunks: int = CHUNKS) -> Image:
+    """An image of this many chunks of 1 MiB in two tensors; random bytes of this seed, or zeros."""
+    half = chunks * MIB // 2
+    if seed is None:
+        parts = [torch.zeros(half, dtype=torch.uint8) for _ in range(2)]
+    else:
+        generator = torch.Generator().manual_seed(seed)
+        parts = [torch.randint(0, 256, (half,), dtype=torch.uint8, generator=generator) for _ in range(2)]
+    return image_of({"a": parts[0], "b": parts[1]})
+
+
+def content(of: Image) -> str:
+    """A hash of all bytes."""
+    state = hashlib.sha256()
+    for region in of.regions:
+        state.update(region.numpy().tobytes())
+    return state.hexdigest()
+
+
+class Fleet:
+    """Everything that lives on one imagined network. Close it."""
+
+    def __init__(self) -> None:
+        self.network = MemoryNetwork()
+        self.peers = MemoryPeers()
+        self._seeds: list[Seed] = []
+
+    def source(
+        self,
+        name: str,
+        held: Image,
+        faults: Faults | None = None,
+        *,
+        board: ChunkBoard | None = None,
+        manifest: Manifest | None = None,
+        knows: bool = True,
+        max_readers: int = 4,
+    ) -> Seed:
+        """A started source; without `knows` it has to learn its manifest first."""
+        seed = Seed(
+            held,
+            Identity("model", instance_id=name),
+            settings(max_readers=max_readers),
+            [MemoryTransport(self.network, faults)],
+            board=board,
+            manifest=manifest or (held.manifest() if knows else None),
+            serve_peer=self.peers.service,
+        ).start()
+        seed.learn_key(derive_key(SECRET, name))
+        self._seeds.append(seed)
+        return seed
+
+    def close(self) -> None:
+        """Close all sources."""
+        for seed in self._seeds:
+            seed.close()
+
+
+def lease(
+    seed: Seed,
+    *,
+    fork_id: str = FORK_ID,
+    lives_s: float = NEVER_S,
+    generation: int | None = None,
+    secret: bytes = SECRET,
+) -> Lease:
+    """A fork's lease for one source."""
+    name = seed.identity.instance_id
+    claims = LeaseClaims(
+        fork_id=fork_id,
+        source_id=name,
+        layout_id=seed.image.layout.layout_id,
+        weights_id=None,
+        generation=seed.generation if generation is None else generation,
+        expires_at=time.time() + lives_s,
+    )
+    return Lease(token=sign(claims, decode_key(derive_key(secret, name))), expires_in_s=lives_s)
+
+
+def route(seed: Seed, *chunks: Range) -> Route:
+    """The way to read these chunks from one source."""
+    return Route(
+        source_id=seed.identity.instance_id,
+        address=seed.report().address,
+        placement=Placement(host="node"),
+        transports=("memory",),
+        generation=seed.generation,
+        chunks=chunks,
+        lease=lease(seed),
+    )
+
+
+def plan(*routes: Route, reason: str = "", retry_after_s: float | None = None) -> Plan:
+    return Plan(fork_id=FORK_ID, routes=routes, reason=reason, retry_after_s=retry_after_s)
+
+
+Answer = Callable[[], Plan]
+
+
+@dataclass
+class Script:
+    """A planner that gives these answers in turn, and the last one again and again."""
+
+    answers: Sequence[Answer]
+    asked: list[tuple[SourceFault, ...]] = field(default_factory=list)
+
+    def __call__(self, faults: tuple[SourceFault, ...]) -> Plan:
+        answer = self.answers[min(len(self.asked), len(self.answers) - 1)]
+        self.asked.append(faults)
+        return answer()
+
+    @property
+    def faults(self) -> list[tuple[str, str, str]]:
+        """All that was reported: (source, fault, error)."""
+        return [(fault.instance_id, fault.fault, fault.error) for asked in self.asked for fault in asked]
+
+
+class Target:
+    """One fork's image, board and puller."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        replan: Callable[[tuple[SourceFault, ...]], Plan],
+        chosen: Settings | None = None,
+        *,
+        deadline_s: float = NEVER_S,
+        held: Image | None = None,
+        board: ChunkBoard | None = None,
+        learn: Callable[[Manifest], None] | None = None,
+    ) -> None:
+        self.image = held or image()
+        self.board = ChunkBoard(self.image.layout.chunks) if board is None else board
+        self.learnt: list[Manifest] = []
+        chosen = chosen or settings()
+        deadline = time.monotonic() + deadline_s
+
+        def open_feed(way: Route, listener: FeedListener) -> Feed:
+            transports = {"memory": MemoryTransport(fleet.network)}
+            return Feed(way, self.image, transports, fleet.peers.dial, chosen, listener, deadline)
+
+        self.puller = Puller(
+            self.image,
+            self.board,
+            chosen,
+            open_feed=open_feed,
+            replan=replan,
+            learn=learn or self.learnt.append,
+            deadline=deadline,
+        )
+
+    def run(self) -> Pulled:
+        return self.puller.run()
+
+    @property
+    def reasons(self) -> list[str]:
+        return [error.kind for error in self.puller.reasons]
+
+
+def working_threads() -> list[str]:
+    """The threads of pulls that still run."""
+    names = (thread.name for thread in threading.enumerate())
+    return [name for name in names if name.startswith(("rfork-pull", "rfork-feed", "rfork-progress"))]

@@ -1,0 +1,61 @@
+"""A planner in this process: speaks the REST interface to a real client, and follows a test's script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import httpx
+
+from rfork.control.client import PlannerClient
+from rfork.control.lease import derive_key
+from rfork.wire import ForkFinish, ForkProgress, ForkRequest, InstanceAck, InstanceReport, Plan, ProgressAck
+from tests.unit.fork.fleet import NEVER_S, SECRET, Script
+
+
+class FakePlanner(httpx.BaseTransport):
+    """Answers like the planner; keeps all it was told."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.requests: list[ForkRequest] = []
+        self.reports: list[InstanceReport] = []
+        self.progress: list[ForkProgress] = []
+        self.finishes: list[tuple[str, ForkFinish]] = []
+        self.removed: list[str] = []
+        self.on_progress: Callable[[], httpx.Response] | None = None
+
+    def client(self) -> PlannerClient:
+        return PlannerClient("http://planner", transport=self)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        body = request.read()
+        match request.method, request.url.path.split("/")[2:]:
+            case "PUT", ["instances", name]:
+                self.reports.append(InstanceReport.model_validate_json(body))
+                return _answer(InstanceAck(heartbeat_s=NEVER_S, lease_key=derive_key(SECRET, name)))
+            case "DELETE", ["instances", name]:
+                self.removed.append(name)
+                return httpx.Response(204)
+            case "POST", ["forks"]:
+                self.requests.append(ForkRequest.model_validate_json(body))
+                # Under its own fork's id, which a script cannot know.
+                plan = self.script(self.requests[-1].faults)
+                return _answer(plan.model_copy(update={"fork_id": self.requests[-1].fork_id}))
+            case "POST", ["forks", _, "progress"]:
+                self.progress.append(ForkProgress.model_validate_json(body))
+                return self.on_progress() if self.on_progress is not None else _answer(ProgressAck())
+            case "POST", ["forks", fork_id, "finish"]:
+                self.finishes.append((fork_id, ForkFinish.model_validate_json(body)))
+                return httpx.Response(204)
+        return problem(404, "not-found")
+
+
+def problem(status: int, kind: str) -> httpx.Response:
+    return httpx.Response(
+        status,
+        json={"type": f"https://rfork.dev/problems/{kind}", "title": kind, "status": status, "detail": kind},
+    )
+
+
+def _answer(model: InstanceAck | Plan | ProgressAck) -> httpx.Response:
+    return httpx.Response(200, content=model.model_dump_json())

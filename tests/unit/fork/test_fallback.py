@@ -1,0 +1,138 @@
+"""Falling back: each way into a clean model, and an end that says everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from rfork.errors import NothingLeft, RforkError, SourceGone
+from rfork.fork.fallback import Derived, Fallback, checkpoint_fallback, fall_back, loader_fallback
+from rfork.image.capture import capture
+
+
+class Model(nn.Module):
+    """Tied weights, a persistent buffer, a rotary table that no checkpoint holds, and a stray tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((2,), 7.0))
+        self.register_buffer("rotary", torch.arange(5.0), persistent=False)
+        self.stray = torch.tensor([1, 2, 3])
+
+
+def garbage(model: nn.Module) -> None:
+    """What a transfer that broke off leaves behind."""
+    for region in capture(model).regions:
+        region.fill_(0xAB)
+
+
+def broken(error: Exception) -> Callable[[nn.Module], None]:
+    def load(module: nn.Module) -> None:
+        garbage(module)
+        raise error
+
+    return load
+
+
+def load_ones(module: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in module.state_dict().values():
+            tensor.fill_(1.0)
+
+
+def state(model: Model) -> tuple[list[float], list[float], list[float], list[int]]:
+    return (
+        sorted(set(model.head.weight.flatten().tolist())),
+        model.get_buffer("scale").tolist(),
+        model.get_buffer("rotary").tolist(),
+        model.stray.tolist(),
+    )
+
+
+LOADED = ([1.0], [1.0, 1.0], [0.0, 1.0, 2.0, 3.0, 4.0], [1, 2, 3])
+
+
+def test_what_no_loader_writes_is_put_back() -> None:
+    """Rotary tables and stray tensors are as the model computed them, though the transfer overwrote them."""
+    model = Model()
+    derived = Derived(model, capture(model))
+    garbage(model)
+    assert "loader" == fall_back(model, derived, [loader_fallback(load_ones)], [])
+    assert LOADED == state(model)
+
+
+def test_only_what_no_loader_writes_is_kept() -> None:
+    """The copies cost the derived tensors' bytes (rotary 20, stray 24), not the model's."""
+    model = Model()
+    assert 44 == Derived(model, capture(model)).nbytes
+
+
+def test_extra_state_is_not_taken_for_a_tensor() -> None:
+    """A module may keep anything in its state."""
+
+    class Extra(Model):
+        def get_extra_state(self) -> str:
+            return "anything"
+
+    model = Extra()
+    assert 44 == Derived(model, capture(model)).nbytes
+
+
+def test_a_checkpoint_fills_a_tied_model(tmp_path: Path) -> None:
+    """The weight that is stored once under one of its two names is loaded under both."""
+    save_file({"embed.weight": torch.ones(4, 3), "scale": torch.ones(2)}, tmp_path / "model.safetensors")
+    model = Model()
+    derived = Derived(model, capture(model))
+    garbage(model)
+    name = fall_back(model, derived, [checkpoint_fallback(tmp_path)], [])
+    assert (f"checkpoint {tmp_path}", LOADED) == (name, state(model))
+
+
+@pytest.mark.parametrize("error", [SourceGone("lost"), ZeroDivisionError("bug"), OSError("disk")])
+def test_a_way_that_raises_is_followed_by_the_next(error: Exception) -> None:
+    """Whatever a loader raises, and whatever it left in the model, the next way starts clean."""
+    model = Model()
+    derived = Derived(model, capture(model))
+    ways = [Fallback("first", broken(error)), Fallback("second", load_ones)]
+    assert ("second", LOADED) == (fall_back(model, derived, ways, []), state(model))
+
+
+def test_nothing_left_carries_all_reasons(tmp_path: Path) -> None:
+    """Every failure on the way is in the error, in its order, and on its one line."""
+    model = Model()
+    ways = [checkpoint_fallback(tmp_path), loader_fallback(broken(ZeroDivisionError("bug")))]
+    before: list[RforkError] = [SourceGone("the seed died")]
+    with pytest.raises(NothingLeft) as caught:
+        fall_back(model, Derived(model, capture(model)), ways, before)
+    assert ["SourceGone", "CheckpointError", "UserError"] == [error.kind for error in caught.value.reasons]
+    assert ("user", True) == (caught.value.fault, "the seed died; CheckpointError: " in str(caught.value))
+    assert "loader: ZeroDivisionError: bug" in str(caught.value)
+
+
+def test_no_way_at_all() -> None:
+    """Without a source or a way the error says so."""
+    model = Model()
+    with pytest.raises(NothingLeft, match="no source and no fallback was given"):
+        fall_back(model, Derived(model, capture(model)), [], [])
+
+
+def test_an_interrupt_is_no_failure_to_go_on_from() -> None:
+    """Ctrl-C in a loader ends the fork and tries nothing else."""
+    tried: list[str] = []
+
+    def interrupted(module: nn.Module) -> None:
+        raise KeyboardInterrupt
+
+    model = Model()
+    ways = [loader_fallback(interrupted), Fallback("next", lambda module: tried.append("next"))]
+    with pytest.raises(KeyboardInterrupt):
+        fall_back(model, Derived(model, capture(model)), ways, [])
+    assert [] == tried

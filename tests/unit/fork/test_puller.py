@@ -1,0 +1,460 @@
+"""The puller, with real sources in this process: the right bytes, or a clear end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from rfork.control.lease import derive_key
+from rfork.errors import (
+    DeadlinePassed,
+    NoSource,
+    PlannerRefused,
+    PlannerUnreachable,
+    RforkError,
+)
+from rfork.image.board import ChunkBoard
+from rfork.image.chunks import MIB
+from rfork.seed.seed import Seed
+from rfork.transport.memory import Faults
+from rfork.wire import Plan, SourceFault
+from tests.unit.fork.fleet import (
+    CHUNKS,
+    Fleet,
+    Script,
+    Target,
+    content,
+    image,
+    lease,
+    plan,
+    route,
+    settings,
+    working_threads,
+)
+
+ALL = (0, CHUNKS)
+IMAGE_BYTES = CHUNKS * MIB
+
+
+def given(target: Target) -> dict[str, int]:
+    """Verified chunks by source."""
+    return {share.source_id: share.verified_chunks for share in target.puller.shares}
+
+
+def refusing(error: RforkError) -> Plan:
+    raise error
+
+
+def test_one_source_gives_all(fleet: Fleet) -> None:
+    """Every byte is the source's, every chunk is read once, and the manifest is told to the relay side."""
+    held = image(1)
+    seed = fleet.source("a", held)
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]))
+    pulled = target.run()
+    assert content(held) == content(target.image)
+    assert (IMAGE_BYTES, 0, 0) == (pulled.bytes_read, pulled.bytes_repeated, pulled.replans)
+    assert [seed.manifest] == target.learnt
+    assert [("a", "node", "memory", CHUNKS, IMAGE_BYTES)] == [
+        (share.source_id, share.host, share.transport, share.verified_chunks, share.verified_bytes)
+        for share in pulled.sources
+    ]
+
+
+def test_three_sources_give_at_once(fleet: Fleet) -> None:
+    """Each source gives the share that it was planned for."""
+    held = image(1)
+    manifest = held.manifest()
+    a, b, c = (fleet.source(name, held, manifest=manifest) for name in "abc")
+    target = Target(fleet, Script([lambda: plan(route(a, (0, 1)), route(b, (1, 3)), route(c, (3, 6)))]))
+    target.run()
+    assert content(held) == content(target.image)
+    assert {"a": 1, "b": 2, "c": 3} == given(target)
+
+
+def test_what_the_board_holds_is_not_read_again(fleet: Fleet) -> None:
+    """A pull that starts from a board with verified chunks reads the rest."""
+    held = image(1)
+    seed = fleet.source("a", held)
+    started = image()
+    started.regions[0].copy_(held.regions[0])
+    board = ChunkBoard(started.layout.chunks, range(CHUNKS // 2))
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), held=started, board=board)
+    pulled = target.run()
+    assert (content(held), IMAGE_BYTES // 2) == (content(target.image), pulled.bytes_read)
+
+
+def test_an_empty_image_needs_no_plan(fleet: Fleet) -> None:
+    """Nothing to read: nobody is asked."""
+    script = Script([])
+    Target(fleet, script, held=image(chunks=0)).run()
+    assert [] == script.asked
+
+
+def test_a_source_that_dies_is_replaced(fleet: Fleet) -> None:
+    """What was verified is kept; no more than the window is read again; the dead source is reported."""
+    held = image(1)
+    manifest = held.manifest()
+    a = fleet.source("a", held, Faults(dies_after=3 * MIB), manifest=manifest)
+    b = fleet.source("b", held, manifest=manifest)
+    script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))])
+    target = Target(fleet, script)
+    pulled = target.run()
+    assert content(held) == content(target.image)
+    assert {"a": 3, "b": 3} == given(target)
+    assert [("a", "source", "SourceGone")] == script.faults
+    assert (1, ["SourceGone"]) == (pulled.replans, target.reasons)
+    assert pulled.bytes_repeated <= 2 * MIB
+
+
+def test_a_corrupt_chunk_is_thrown_away(fleet: Fleet) -> None:
+    """Wrong bytes are never marked, the source is blamed for them, and another gives them right."""
+    held = image(1)
+    manifest = held.manifest()
+    a = fleet.source("a", held, Faults(corrupt_chunks={3}), manifest=manifest)
+    b = fleet.source("b", held, manifest=manifest)
+    script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))])
+    target = Target(fleet, script)
+    pulled = target.run()
+    assert content(held) == content(target.image)
+    assert [("a", "source", "SourceCorrupt")] == script.faults
+    assert "chunk 3 does not match its digest" in str(target.puller.reasons[0])
+    assert (CHUNKS, MIB) == (sum(given(target).values()), min(pulled.bytes_repeated, MIB))
+
+
+def test_without_verification_a_corrupt_chunk_gets_through(fleet: Fleet) -> None:
+    """Turning verification off does so: it is for measurements only."""
+    held = image(1)
+    seed = fleet.source("a", held, Faults(corrupt_chunks={3}))
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), settings(verify=False))
+    target.run()
+    assert content(held) != content(target.image)
+
+
+def test_a_source_that_stalls_is_replaced(fleet: Fleet) -> None:
+    """A source that sends no more bytes is given up for another."""
+    held = image(1)
+    manifest = held.manifest()
+    a = fleet.source("a", held, Faults(stalls_after=2 * MIB), manifest=manifest)
+    b = fleet.source("b", held, manifest=manifest)
+    script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))])
+    target = Target(fleet, script, settings(stall_s=0.2))
+    target.run()
+    assert content(held) == content(target.image)
+    assert [("a", "source", "SourceStalled")] == script.faults
+
+
+def test_a_relay_that_offers_nothing_new_is_replaced(fleet: Fleet) -> None:
+    """A relay that lives, but whose own source does not, is given up after three times the stall time."""
+    held = image(1)
+    manifest = held.manifest()
+    relay = fleet.source("a", held, board=ChunkBoard(held.layout.chunks, [0, 1]), manifest=manifest)
+    seed = fleet.source("b", held, manifest=manifest)
+    script = Script([lambda: plan(route(relay, ALL)), lambda: plan(route(seed, ALL))])
+    target = Target(fleet, script, settings(stall_s=0.2))
+    target.run()
+    assert {"a": 2, "b": 4} == given(target)
+    assert [("a", "source", "SourceStalled")] == script.faults
+    assert "offered no new chunk" in str(target.puller.reasons[0])
+
+
+def test_a_relay_gives_chunk_by_chunk(fleet: Fleet) -> None:
+    """Each chunk is read as soon as the relay has verified it, while it waits for the next."""
+    held = image(1)
+    relay_board = ChunkBoard(held.layout.chunks)
+    relay = fleet.source("a", held, board=relay_board, manifest=held.manifest())
+    target = Target(fleet, Script([lambda: plan(route(relay, ALL))]))
+    steps: list[int] = []
+
+    def advance() -> None:
+        steps.append(len(target.board))
+        if not target.board.complete:
+            relay_board.mark(len(target.board))
+
+    target.board.subscribe(advance)
+    relay_board.mark(0)
+    target.run()
+    assert (content(held), list(range(1, CHUNKS + 1))) == (content(target.image), steps)
+
+
+def test_a_chain_of_three_ends_equal(fleet: Fleet) -> None:
+    """A target that reads from a relay that itself still reads from a seed gets the seed's bytes."""
+    held = image(1)
+    seed = fleet.source("seed", held)
+    middle = image()
+    board = ChunkBoard(middle.layout.chunks)
+    relay = fleet.source("relay", middle, board=board, knows=False)
+    upper = Target(
+        fleet, Script([lambda: plan(route(seed, ALL))]), held=middle, board=board, learn=relay.learn
+    )
+    lower = Target(fleet, Script([lambda: plan(route(relay, ALL))]))
+    reading = threading.Thread(target=lower.run)
+    reading.start()
+    upper.run()
+    reading.join()
+    assert [content(held)] * 2 == [content(upper.image), content(lower.image)]
+    assert {"relay": CHUNKS} == given(lower)
+
+
+def test_a_relay_that_breaks_does_not_end_the_fork_below(fleet: Fleet) -> None:
+    """When a relay's weights are fenced its reader keeps what it has and reads on from another."""
+    held = image(1)
+    manifest = held.manifest()
+    board = ChunkBoard(held.layout.chunks, [0, 1, 2])
+    relay = fleet.source("a", held, board=board, manifest=manifest)
+    seed = fleet.source("b", held, manifest=manifest)
+    script = Script([lambda: plan(route(relay, ALL)), lambda: plan(route(seed, ALL))])
+    target = Target(fleet, script)
+    target.board.subscribe(lambda: relay.fence() if len(target.board) == 3 else None)
+    target.run()
+    assert (content(held), {"a": 3, "b": 3}) == (content(target.image), given(target))
+    assert [("a", "source", "SourceChanged")] == script.faults
+
+
+def test_a_second_source_with_other_weights_is_refused(fleet: Fleet) -> None:
+    """All chunks come from holders of the bytes that the first source named."""
+    held = image(1)
+    a = fleet.source("a", held, Faults(dies_after=2 * MIB))
+    b = fleet.source("b", image(2))
+    c = fleet.source("c", held)
+    script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL)), lambda: plan(route(c, ALL))])
+    target = Target(fleet, script)
+    target.run()
+    assert (content(held), {"a": 2, "c": 4}) == (content(target.image), given(target))
+    assert [("a", "source", "SourceGone"), ("b", "source", "SourceChanged")] == script.faults
+
+
+def test_a_lease_refused_thrice_excludes_the_source(fleet: Fleet) -> None:
+    """The target takes two refusals on itself; the third asks for another source, without blame."""
+    held = image(1)
+    a = fleet.source("a", held, Faults(refuses=True))
+    b = fleet.source("b", held)
+
+    def replan(faults: tuple[SourceFault, ...]) -> Plan:
+        reported.extend((fault.instance_id, fault.fault, fault.error) for fault in faults)
+        excluded = any(fault == "network" for _, fault, _ in reported)
+        return plan(route(b if excluded else a, ALL))
+
+    reported: list[tuple[str, str, str]] = []
+    target = Target(fleet, replan)
+    target.run()
+    assert {"b": CHUNKS} == given(target)
+    assert [
+        ("a", "target", "LeaseRefused"),
+        ("a", "target", "LeaseRefused"),
+        ("a", "network", "LeaseRefused"),
+    ] == reported
+
+
+@pytest.mark.parametrize("lost", ["expired", "forged", "generation"])
+def test_a_bad_lease_is_replaced_by_the_next_plan(fleet: Fleet, lost: str) -> None:
+    """A source that refuses the token at its door is asked again with the token of the next plan."""
+    held = image(1)
+    seed = fleet.source("a", held)
+    good = route(seed, ALL)
+    tokens = {
+        "expired": lease(seed, lives_s=-1).token,
+        "forged": "forged",
+        "generation": lease(seed, generation=3).token,
+    }
+    bad = good.model_copy(update={"lease": good.lease.model_copy(update={"token": tokens[lost]})})
+    script = Script([lambda: plan(bad), lambda: plan(good)])
+    target = Target(fleet, script)
+    target.run()
+    expected = ("source", "SourceChanged") if lost == "generation" else ("target", "LeaseRefused")
+    assert ([("a", *expected)], content(held)) == (script.faults, content(target.image))
+
+
+def test_renewed_leases_are_shown_from_then_on(fleet: Fleet) -> None:
+    """A lease that is renewed in mid-fork outlives the first one."""
+    held = image(1)
+    board = ChunkBoard(held.layout.chunks, [0])
+    relay = fleet.source("a", held, board=board, manifest=held.manifest())
+    target = Target(fleet, Script([lambda: plan(route(relay, ALL))]))
+    rotated = threading.Event()
+
+    def rotate() -> None:
+        if not rotated.is_set():
+            rotated.set()
+            newest = lease(relay, secret=b"3" * 32)
+            for secret in (b"2" * 32, b"3" * 32):  # two rotations: the first token is no longer good
+                relay.learn_key(derive_key(secret, "a"))
+            target.puller.renew({"a": newest, "unknown": newest})
+            for index in range(1, CHUNKS):
+                board.mark(index)
+
+    target.board.subscribe(rotate)
+    target.run()
+    assert (content(held), []) == (content(target.image), target.reasons)
+
+
+def test_the_planner_may_go_while_sources_give(fleet: Fleet) -> None:
+    """A fork whose sources live goes on while the planner is away, and asks again for what is left."""
+    held = image(1)
+    manifest = held.manifest()
+    a, b = (fleet.source(name, held, manifest=manifest) for name in "ab")
+    script = Script(
+        [
+            lambda: plan(route(a, (0, 3))),
+            lambda: refusing(PlannerUnreachable("away")),
+            lambda: refusing(PlannerRefused("confused", status=500, problem="internal")),
+            lambda: plan(route(b, (3, 6))),
+        ]
+    )
+    target = Target(fleet, script)
+    target.run()
+    assert (content(held), {"a": 3, "b": 3}, []) == (content(target.image), given(target), target.reasons)
+
+
+def test_faults_reach_a_planner_that_was_away(fleet: Fleet) -> None:
+    """A fault that could not be told is told with the next request."""
+    held = image(1)
+    a = fleet.source("a", held, Faults(dies_after=MIB))
+    b = fleet.source("b", held)
+    script = Script(
+        [
+            lambda: plan(route(a, ALL)),
+            lambda: refusing(PlannerUnreachable("away")),
+            lambda: plan(route(b, ALL)),
+        ]
+    )
+    Target(fleet, script).run()
+    assert [0, 1, 1] == [len(faults) for faults in script.asked]
+
+
+def test_a_planner_that_forgot_is_asked_anew(fleet: Fleet) -> None:
+    """After `plan_again` the rest is planned anew, what is verified is kept, and the source stays open."""
+    held = image(1)
+    board = ChunkBoard(held.layout.chunks, [0, 1])
+    seed = fleet.source("a", held, board=board, manifest=held.manifest())
+
+    def whole() -> Plan:
+        for index in range(CHUNKS):
+            board.mark(index)
+        return plan(route(seed, ALL))
+
+    script = Script([lambda: plan(route(seed, ALL)), whole])
+    target = Target(fleet, script)
+    target.board.subscribe(lambda: target.puller.plan_again() if len(target.board) == 2 else None)
+    pulled = target.run()
+    assert (content(held), IMAGE_BYTES, 1) == (content(target.image), pulled.bytes_read, pulled.replans)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "said"),
+    [
+        (lambda: plan(reason="nobody holds it"), NoSource, "nobody holds it"),
+        (lambda: plan(), NoSource, "knows no source"),
+        (lambda: refusing(NoSource("another layout")), NoSource, "another layout"),
+        (lambda: refusing(PlannerUnreachable("away")), PlannerUnreachable, "away"),
+        (lambda: refusing(PlannerRefused("no", status=401, problem="x")), PlannerRefused, "no"),
+    ],
+)
+def test_no_route_at_the_start_ends_at_once(
+    fleet: Fleet, answer: Callable[[], Plan], error: type[RforkError], said: str
+) -> None:
+    """Where asking again is no use it is not done: the fallback starts at once."""
+    script = Script([answer])
+    with pytest.raises(error, match=said):
+        Target(fleet, script).run()
+    assert 1 == len(script.asked)
+
+
+def test_a_place_that_frees_up_is_taken(fleet: Fleet) -> None:
+    """While all places are taken the fork asks again when the planner says so."""
+    seed = fleet.source("a", image(1))
+    script = Script([lambda: plan(retry_after_s=0.01), lambda: plan(route(seed, ALL))])
+    target = Target(fleet, script)
+    target.run()
+    assert ({"a": CHUNKS}, 2) == (given(target), len(script.asked))
+
+
+def test_patience_runs_out(fleet: Fleet) -> None:
+    """A fork without any route waits no longer than its patience."""
+    script = Script([lambda: plan(reason="all are busy", retry_after_s=0.01)])
+    with pytest.raises(NoSource, match="all are busy"):
+        Target(fleet, script, settings(patience_s=0.05)).run()
+    assert len(script.asked) > 1
+
+
+def test_the_last_source_gone_ends_in_no_source(fleet: Fleet) -> None:
+    """When the only source dies and no other is known, the fork ends, and says what happened."""
+    seed = fleet.source("a", image(1), Faults(dies_after=2 * MIB))
+    script = Script([lambda: plan(route(seed, ALL)), lambda: plan(reason="nobody is left")])
+    target = Target(fleet, script)
+    with pytest.raises(NoSource, match="nobody is left"):
+        target.run()
+    assert (["SourceGone"], 2) == (target.reasons, len(target.board))
+
+
+def test_the_deadline_ends_a_fork(fleet: Fleet) -> None:
+    """Past the deadline the fork ends, and nothing can write to the image any more."""
+    seed = fleet.source("a", image(1), Faults(stalls_after=2 * MIB))
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), deadline_s=0.5)
+    with pytest.raises(DeadlinePassed, match="2 of 6 chunks"):
+        target.run()
+    assert [] == working_threads()
+
+
+def test_an_interrupt_ends_a_fork(fleet: Fleet) -> None:
+    """An interrupt in the caller's thread leaves no thread behind, and gives the place back."""
+    seed = fleet.source("a", image(1), Faults(stalls_after=MIB))
+    script = Script([lambda: plan(route(seed, (0, 2))), interrupt])
+    target = Target(fleet, script)
+    with pytest.raises(KeyboardInterrupt):
+        target.run()
+    assert ([], ()) == (working_threads(), seed.report().readers)
+
+
+def interrupt() -> Plan:
+    raise KeyboardInterrupt
+
+
+def test_places_are_given_back(fleet: Fleet) -> None:
+    """A source has no reader left once the pull is over."""
+    seed = fleet.source("a", image(1))
+    Target(fleet, Script([lambda: plan(route(seed, ALL))])).run()
+    assert () == seed.report().readers
+
+
+def test_a_busy_source_is_passed_over(fleet: Fleet) -> None:
+    """A source whose places are taken sends the fork elsewhere."""
+    held = image(1)
+    a, b = fleet.source("a", held, max_readers=1), fleet.source("b", held)
+    a.open_channel(a.check(lease(a, fork_id="other").token), held.layout.layout_id, ["memory"])
+    script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))])
+    target = Target(fleet, script)
+    target.run()
+    assert ([("a", "source", "SourceBusy")], {"b": CHUNKS}) == (script.faults, given(target))
+
+
+def unreachable(seed: Seed, fleet: Fleet) -> None:
+    fleet.peers.kill(seed.report().address)
+
+
+def draining(seed: Seed, fleet: Fleet) -> None:
+    seed.drain(0.0)
+
+
+def without_transport(seed: Seed, fleet: Fleet) -> None:
+    fleet.network.exports.clear()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [(unreachable, "SourceGone"), (draining, "SourceBusy"), (without_transport, "SourceGone")],
+)
+def test_a_source_that_cannot_be_opened_is_reported(
+    fleet: Fleet, spoil: Callable[[Seed, Fleet], None], error: str
+) -> None:
+    """Whatever keeps a channel from opening is that source's fault, and another is asked."""
+    held = image(1)
+    a = fleet.source("a", held)
+    way = route(a, ALL)
+    spoil(a, fleet)
+    b = fleet.source("b", held)
+    script = Script([lambda: plan(way), lambda: plan(route(b, ALL))])
+    target = Target(fleet, script)
+    target.run()
+    assert ([("a", "source", error)], {"b": CHUNKS}) == (script.faults, given(target))

@@ -1,0 +1,291 @@
+"""One fork from end to end, with real sources and a scripted planner in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import httpx
+import pytest
+import torch
+from torch import nn
+
+from rfork.errors import NothingLeft, PlannerUnreachable, UnsupportedTensor
+from rfork.fork.fallback import Fallback
+from rfork.fork.session import ForkSession
+from rfork.image.board import ChunkBoard
+from rfork.image.capture import capture
+from rfork.image.chunks import MIB
+from rfork.seed.seed import Identity
+from rfork.settings import Settings
+from rfork.transport.memory import Faults, MemoryTransport
+from rfork.wire import ForkProgress, Plan
+from tests.unit.fork.fleet import Fleet, Script, plan, route, settings, working_threads
+from tests.unit.fork.planner import FakePlanner, problem
+
+
+class Model(nn.Module):
+    """Four chunks of weights and a table that the model computes for itself."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(MIB * 1.0) + value, requires_grad=False)
+        self.register_buffer("table", torch.arange(8.0), persistent=False)
+
+
+CHUNKS = 5
+ALL = (0, CHUNKS)
+
+
+def load_twos(module: nn.Module) -> None:
+    with torch.no_grad():
+        module.get_parameter("weight").fill_(2.0)
+
+
+TWOS = Fallback("twos", load_twos)
+
+
+def session(
+    fleet: Fleet,
+    module: nn.Module,
+    planner: FakePlanner | None,
+    *ways: Fallback,
+    chosen: Settings | None = None,
+    on_progress: Callable[[ForkProgress, int], None] | None = None,
+    exclude: Sequence[str] = (),
+) -> ForkSession:
+    return ForkSession(
+        module,
+        Identity("model", instance_id="target"),
+        chosen or settings(),
+        [MemoryTransport(fleet.network)],
+        planner=planner.client() if planner is not None else None,
+        dial=fleet.peers.dial,
+        fallbacks=ways,
+        on_progress=on_progress,
+        exclude=exclude,
+        serve_peer=fleet.peers.service,
+    )
+
+
+def planning(*answers: Callable[[], Plan]) -> FakePlanner:
+    return FakePlanner(Script(answers))
+
+
+def raising(error: BaseException) -> Plan:
+    raise error
+
+
+def test_a_fork(fleet: Fleet) -> None:
+    """The module holds the seed's tensors, the planner knows how it went, and the target gives onwards."""
+    source, module = Model(0.0), Model(1.0)
+    seed = fleet.source("a", capture(source))
+    planner = planning(lambda: plan(route(seed, ALL)))
+    told: list[tuple[ForkProgress, int]] = []
+    report = session(
+        fleet, module, planner, on_progress=lambda progress, size: told.append((progress, size))
+    ).run()
+    assert torch.equal(source.weight, module.weight)
+    assert ("forked", None, (), CHUNKS, CHUNKS, 0) == (
+        report.outcome,
+        report.fallback,
+        report.reasons,
+        report.chunks,
+        report.chunks_verified,
+        report.bytes_repeated,
+    )
+    assert seed.manifest is not None
+    assert (seed.manifest.weights_id, seed.image.layout.image_bytes) == (report.weights_id, report.bytes_read)
+    assert {"capture", "plan", "transfer"} == set(report.phases)
+    ended = [(finish.outcome, finish.sources, finish.bytes_read) for _, finish in planner.finishes]
+    assert [("forked", {"a": report.image_bytes}, report.bytes_read)] == ended
+    assert ((ALL,), report.image_bytes) == (told[-1][0].verified, told[-1][1])
+    assert report.seed is not None
+    giving = report.seed.report()
+    assert ("serving", (ALL,), report.weights_id, 0) == (
+        giving.state,
+        giving.verified,
+        giving.weights_id,
+        giving.generation,
+    )
+    report.seed.close()
+    assert (["target"], [report.fork_id]) == (planner.removed, [fork_id for fork_id, _ in planner.finishes])
+
+
+def test_while_it_forks_a_target_is_loading(fleet: Fleet) -> None:
+    """The first request shows a loading instance that holds nothing and can be reached."""
+    seed = fleet.source("a", capture(Model(0.0)))
+    planner = planning(lambda: plan(route(seed, ALL)))
+    report = session(fleet, Model(1.0), planner).run()
+    asked = planner.requests[0].instance
+    assert ("loading", (), None, ("memory",)) == (
+        asked.state,
+        asked.verified,
+        asked.weights_id,
+        asked.transports,
+    )
+    assert report.seed is not None
+    assert asked.address == report.seed.report().address
+    report.seed.close()
+
+
+def test_excluded_tensors_are_left_alone(fleet: Fleet) -> None:
+    """A tensor that both sides exclude is neither read nor given."""
+    source, module = Model(0.0), Model(1.0)
+    source.get_buffer("table").fill_(9.0)
+    seed = fleet.source("a", capture(source, exclude=["table"]))
+    report = session(fleet, module, planning(lambda: plan(route(seed, (0, 4)))), exclude=["table"]).run()
+    assert torch.equal(source.weight, module.weight)
+    assert (4 * MIB, list(range(8))) == (report.image_bytes, module.get_buffer("table").tolist())
+    assert report.seed is not None
+    report.seed.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (None, "NoSource: no planner is set"),
+        (lambda: plan(reason="nobody holds it"), "NoSource: nobody holds it"),
+        (lambda: raising(httpx.ConnectError("refused")), "PlannerUnreachable: "),
+    ],
+    ids=["no planner", "no source", "planner away"],
+)
+def test_without_a_source_the_fallback_loads(
+    fleet: Fleet, answer: Callable[[], Plan] | None, reason: str
+) -> None:
+    """The report says what was loaded instead, and why; the instance serves what it loaded."""
+    module = Model(1.0)
+    planner = planning(answer) if answer is not None else None
+    report = session(fleet, module, planner, TWOS).run()
+    assert (True, "fallback", "twos", True) == (
+        bool((module.weight == 2.0).all()),
+        report.outcome,
+        report.fallback,
+        report.reasons[0].startswith(reason),
+    )
+    assert report.seed is not None
+    assert (capture(module).manifest().weights_id, 1, "serving") == (
+        report.weights_id,
+        report.seed.generation,
+        report.seed.report().state,
+    )
+    if planner is not None:
+        assert [("fallback", "twos", 1)] == [
+            (finish.outcome, finish.fallback, len(finish.reasons)) for _, finish in planner.finishes
+        ]
+    report.seed.close()
+
+
+def test_a_half_written_model_is_loaded_anew(fleet: Fleet) -> None:
+    """When the only source dies in mid-fork, what it left behind does not survive the fallback."""
+    source, module = Model(0.0), Model(1.0)
+    source.get_buffer("table").fill_(9.0)
+    seed = fleet.source("a", capture(source), Faults(dies_after=4 * MIB + 1))
+    planner = planning(lambda: plan(route(seed, ALL)), lambda: plan(reason="nobody is left"))
+    report = session(fleet, module, planner, TWOS).run()
+    assert (True, list(range(8))) == (bool((module.weight == 2.0).all()), module.get_buffer("table").tolist())
+    assert ["SourceGone", "NoSource"] == [reason.partition(":")[0] for reason in report.reasons]
+    assert report.seed is not None
+    report.seed.close()
+
+
+def test_a_mismatch_names_the_tensor(fleet: Fleet) -> None:
+    """Where a source holds the model with another layout, the reason names the first tensor that differs."""
+    other = nn.Module()
+    other.register_parameter("weight", nn.Parameter(torch.zeros(3, 5)))
+    other.register_buffer("table", torch.arange(8.0), persistent=False)
+    seed = fleet.source("a", capture(other))
+    planner = planning(lambda: plan().model_copy(update={"other_layout": route(seed)}))
+    report = session(fleet, Model(1.0), planner, TWOS).run()
+    assert [] == [
+        part
+        for part in ("weight: here float32[1048576]", "there float32[3, 5]")
+        if part not in report.reasons[0]
+    ]
+    assert report.seed is not None
+    report.seed.close()
+
+
+def test_nothing_left_closes_everything(fleet: Fleet) -> None:
+    """When nothing worked the planner is told each reason, and nothing of the target can be reached."""
+    planner = planning(lambda: plan(reason="nobody holds it"))
+
+    def broken(module: nn.Module) -> None:
+        raise ZeroDivisionError("bug")
+
+    with pytest.raises(NothingLeft):
+        session(fleet, Model(1.0), planner, Fallback("broken", broken)).run()
+    assert [("failed", 2)] == [(finish.outcome, len(finish.reasons)) for _, finish in planner.finishes]
+    assert (["target"], {}) == (planner.removed, fleet.network.exports)
+    assert [] == working_threads()
+
+
+def test_an_interrupt_gives_the_leases_back(fleet: Fleet) -> None:
+    """Ctrl-C in mid-fork tells the planner, closes the giving side, and ends every thread."""
+    seed = fleet.source("a", capture(Model(0.0)))
+    planner = planning(lambda: plan(route(seed, (0, 2))), lambda: raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        session(fleet, Model(1.0), planner, TWOS).run()
+    assert (["interrupted"], ["target"]) == (
+        [finish.outcome for _, finish in planner.finishes],
+        planner.removed,
+    )
+    assert (1, (), []) == (len(fleet.network.exports), seed.report().readers, working_threads())
+
+
+def test_the_planner_client_is_closed_with_the_seed(fleet: Fleet) -> None:
+    """The connections to the planner live no longer than the giving side."""
+    seed = fleet.source("a", capture(Model(0.0)))
+    client = planning(lambda: plan(route(seed, ALL))).client()
+    forking = session(fleet, Model(1.0), None)
+    forking._planner = client
+    report = forking.run()
+    assert report.seed is not None
+    report.seed.close()
+    with pytest.raises(PlannerUnreachable):
+        client.ready()
+
+
+def test_a_progress_callback_that_fails_does_not_end_the_fork(fleet: Fleet) -> None:
+    """What shows the progress may fail; the fork, and the renewal of its leases, go on."""
+    source, module = Model(0.0), Model(1.0)
+    seed = fleet.source("a", capture(source))
+
+    def broken(progress: ForkProgress, image_bytes: int) -> None:
+        raise BrokenPipeError("the terminal is gone")
+
+    report = session(fleet, module, planning(lambda: plan(route(seed, ALL))), on_progress=broken).run()
+    assert ("forked", True) == (report.outcome, torch.equal(source.weight, module.weight))
+    assert report.seed is not None
+    report.seed.close()
+
+
+def test_a_planner_that_forgot_the_fork_is_asked_again(fleet: Fleet) -> None:
+    """A planner that restarted does not know the fork: it is planned anew, with what is verified."""
+    source, module = Model(0.0), Model(1.0)
+    image = capture(source)
+    board = ChunkBoard(image.layout.chunks, [0, 1])
+    seed = fleet.source("a", image, board=board, manifest=image.manifest())
+
+    def whole() -> Plan:
+        for index in range(CHUNKS):
+            board.mark(index)
+        return plan(route(seed, ALL))
+
+    planner = planning(lambda: plan(route(seed, ALL)), whole)
+    planner.on_progress = lambda: problem(404, "unknown-fork")
+    report = session(fleet, module, planner).run()
+    assert (True, 1, ((0, 2),)) == (
+        torch.equal(source.weight, module.weight),
+        report.replans,
+        planner.requests[1].instance.verified,
+    )
+    assert report.seed is not None
+    report.seed.close()
+
+
+def test_a_module_without_bytes_cannot_be_forked(fleet: Fleet) -> None:
+    """There is nothing to fork, and nobody is asked."""
+    planner = planning()
+    with pytest.raises(UnsupportedTensor):
+        session(fleet, nn.Module(), planner).run()
+    assert ([], []) == (planner.requests, planner.reports)

@@ -1,0 +1,247 @@
+"""The peer protocol's values: what goes over the wire comes back, and what lies is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+import pytest
+
+from rfork.errors import (
+    LayoutMismatch,
+    LeaseRefused,
+    RforkError,
+    SourceBusy,
+    SourceChanged,
+    SourceCorrupt,
+    SourceGone,
+    SourceStalled,
+)
+from rfork.image.chunks import MIB
+from rfork.image.layout import Layout, TensorSpec
+from rfork.image.manifest import Manifest
+from rfork.image.memory import Segment
+from rfork.peer import codec
+from rfork.peer.v1 import peer_pb2
+from rfork.transport.base import Endpoint
+
+Parts = list[peer_pb2.GetManifestResponse]
+
+
+def layout(tensors: int = 3, image_bytes: int = 2 * MIB) -> Layout:
+    specs = (TensorSpec(f"t.{index}", "float32", (index, 2), (2, 1), index) for index in range(tensors))
+    return Layout(tuple(specs), image_bytes)
+
+
+def manifest(of: Layout | None = None) -> Manifest:
+    held = of or layout()
+    return Manifest(held, tuple(bytes([index]) * 16 for index in range(len(held.chunks))))
+
+
+def parts(of: Manifest | None = None, *, include_tensors: bool = True) -> Parts:
+    """The messages as the other side reads them."""
+    return [
+        peer_pb2.GetManifestResponse.FromString(part.SerializeToString())
+        for part in codec.manifest_parts(of or manifest(), 4, include_tensors=include_tensors)
+    ]
+
+
+@pytest.mark.parametrize("tensors", [0, 1, 2000, 2001, 50_000])
+def test_a_manifest_comes_back_whole(tensors: int) -> None:
+    """With all its tensors, however many, in messages far smaller than gRPC's limit of 4 MiB."""
+    held = manifest(layout(tensors))
+    sent = parts(held)
+    assert held == codec.manifest_from(sent, None)
+    assert max(part.ByteSize() for part in sent) < MIB
+
+
+def test_a_manifest_without_tensors_takes_the_readers_own() -> None:
+    """A reader of the same layout is sent the summary and the digests alone."""
+    sent = parts(include_tensors=False)
+    assert (manifest(), 2) == (codec.manifest_from(sent, layout()), len(sent))
+
+
+def test_a_manifest_of_no_bytes_comes_back() -> None:
+    """An image without chunks has a manifest too."""
+    empty = Manifest(Layout((), 0), ())
+    assert empty == codec.manifest_from(parts(empty), None)
+
+
+def test_the_summary_tells_the_generation() -> None:
+    """The first message says all that a person asks of an image."""
+    summary = parts()[0].summary
+    assert (layout().layout_id, manifest().weights_id, 2 * MIB, 4, 3, 2) == (
+        summary.layout_id,
+        summary.weights_id,
+        summary.image_bytes,
+        summary.generation,
+        summary.tensor_count,
+        summary.chunk_count,
+    )
+
+
+def without_summary(sent: Parts) -> None:
+    sent.pop(0)
+
+
+def other_layout_id(sent: Parts) -> None:
+    sent[0].summary.layout_id = "0" * 32
+
+
+def other_tensor(sent: Parts) -> None:
+    sent[1].tensors[0].offset += 1
+
+
+def other_size(sent: Parts) -> None:
+    sent[0].summary.image_bytes += 1
+
+
+def other_digest(sent: Parts) -> None:
+    sent[-1].digests = b"x" * len(sent[-1].digests)
+
+
+def one_digest_less(sent: Parts) -> None:
+    sent[-1].digests = sent[-1].digests[:-16]
+
+
+def one_digest_more(sent: Parts) -> None:
+    sent[-1].digests += b"x" * 16
+
+
+def half_a_digest(sent: Parts) -> None:
+    sent[-1].digests = sent[-1].digests[:-8]
+
+
+def other_weights_id(sent: Parts) -> None:
+    sent[0].summary.weights_id = "0" * 32
+
+
+LIES = [
+    without_summary,
+    other_layout_id,
+    other_tensor,
+    other_size,
+    other_digest,
+    one_digest_less,
+    one_digest_more,
+    half_a_digest,
+    other_weights_id,
+]
+
+
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
+def test_a_manifest_that_lies_is_refused(lie: Callable[[Parts], None]) -> None:
+    """A manifest whose parts do not fit together is the source's fault."""
+    sent = parts()
+    lie(sent)
+    with pytest.raises(SourceCorrupt):
+        codec.manifest_from(sent, None)
+
+
+@pytest.mark.parametrize(
+    "lie", [other_digest, one_digest_less, one_digest_more, half_a_digest, other_weights_id]
+)
+def test_a_short_manifest_that_lies_is_refused(lie: Callable[[Parts], None]) -> None:
+    """Also where the reader's own layout stands in for the tensors."""
+    sent = parts(include_tensors=False)
+    lie(sent)
+    with pytest.raises(SourceCorrupt):
+        codec.manifest_from(sent, layout())
+
+
+def test_a_manifest_of_another_layout_is_no_lie() -> None:
+    """A source of another layout is a mismatch, which blames nobody's bytes."""
+    with pytest.raises(LayoutMismatch):
+        codec.manifest_from(parts(include_tensors=False), layout(4))
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        Endpoint("http", {"port": "80", "path": "/image"}),
+        Endpoint("transfer_engine", {}, (Segment(0, 1 << 47, 5), Segment(5, 12, 1 << 40))),
+    ],
+)
+def test_an_endpoint_comes_back(endpoint: Endpoint) -> None:
+    """Parameters and memory addresses arrive as they were."""
+    message = codec.endpoint_message("c1", endpoint, 3)
+    received = peer_pb2.OpenChannelResponse.FromString(message.SerializeToString())
+    assert ("c1", 3, endpoint) == (received.channel_id, received.generation, codec.endpoint_of(received))
+
+
+def test_segment_lists_that_do_not_fit_are_refused() -> None:
+    """An address without a length is no endpoint."""
+    message = codec.endpoint_message("c1", Endpoint("x", {}, (Segment(0, 1, 2),)), 0)
+    message.segment_begin.append(7)
+    with pytest.raises(SourceCorrupt):
+        codec.endpoint_of(message)
+
+
+def test_progress_message() -> None:
+    """Chunk ranges, generation and draining."""
+    message = codec.progress_message([(0, 2), (5, 6)], 7, draining=True)
+    assert ([(0, 2), (5, 6)], 7, True) == (
+        [(part.begin, part.end) for part in message.chunks],
+        message.generation,
+        message.draining,
+    )
+
+
+class Failed(grpc.RpcError, grpc.Call):
+    """A call that ended with a status, as grpc raises it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        self._code, self._details = code, details
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    def initial_metadata(self) -> tuple[()]:
+        return ()
+
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
+
+    def is_active(self) -> bool:
+        return False
+
+    def time_remaining(self) -> float:
+        return 0.0
+
+    def cancel(self) -> bool:
+        return False
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("error", [LeaseRefused, SourceBusy, SourceChanged, LayoutMismatch])
+def test_an_error_of_the_source_arrives_as_itself(error: type[RforkError]) -> None:
+    """What the source raises is what the target gets."""
+    received = codec.error_of(Failed(codec.STATUS_OF[error], "why"), "host:1")
+    assert (error, "host:1: why") == (type(received), str(received))
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, SourceGone),
+        (grpc.StatusCode.CANCELLED, SourceGone),
+        (grpc.StatusCode.INTERNAL, SourceGone),
+        (grpc.StatusCode.UNIMPLEMENTED, SourceGone),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, SourceStalled),
+        (grpc.StatusCode.NOT_FOUND, SourceChanged),
+        (grpc.StatusCode.FAILED_PRECONDITION, SourceBusy),
+    ],
+)
+def test_other_failures_of_a_call(code: grpc.StatusCode, expected: type[RforkError]) -> None:
+    """A call that fails otherwise says that the source is gone, stalls, changed or has no place."""
+    assert expected is type(codec.error_of(Failed(code, ""), "host:1"))
+
+
+def test_a_closed_channel_is_a_source_that_is_gone() -> None:
+    """What grpc raises for a channel that this side closed is no bug."""
+    assert SourceGone is type(codec.error_of(ValueError("Cannot invoke RPC on closed channel!"), "host:1"))

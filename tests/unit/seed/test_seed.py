@@ -1,0 +1,190 @@
+"""A seed, without sockets: what it admits, what it tells, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from rfork.control.lease import LeaseClaims, decode_key, derive_key, sign
+from rfork.errors import LayoutMismatch, LeaseRefused, SourceBusy, SourceChanged
+from rfork.image.board import ChunkBoard
+from rfork.image.capture import image_of
+from rfork.image.chunks import MIB
+from rfork.peer.memory import MemoryPeers
+from rfork.peer.server import PeerHost, PeerService
+from rfork.seed.seed import Identity, Seed, seal
+from rfork.settings import Settings
+from rfork.transport.memory import MemoryNetwork, MemoryTransport
+
+KEY = derive_key(b"s" * 32, "seed-1")
+IMAGE = image_of({"a": torch.arange(3 * MIB, dtype=torch.uint8)})
+LAYOUT_ID = IMAGE.layout.layout_id
+
+
+def made(board: ChunkBoard | None = None, *, network: MemoryNetwork | None = None) -> Seed:
+    seed = Seed(
+        IMAGE,
+        Identity("model", instance_id="seed-1"),
+        Settings(host="node", drain_s=0),
+        [MemoryTransport(network or MemoryNetwork())],
+        board=board,
+        manifest=seal(IMAGE) if board is None else None,
+        serve_peer=MemoryPeers().service,
+    )
+    seed.learn_key(KEY)
+    return seed
+
+
+def token(fork_id: str = "fork-1", generation: int = 0) -> str:
+    claims = LeaseClaims(fork_id, "seed-1", LAYOUT_ID, None, generation, time.time() + 60)
+    return sign(claims, decode_key(KEY))
+
+
+def test_a_seed_reports_a_whole_image() -> None:
+    """All chunks, its weights, where it is, and that it serves."""
+    with made() as seed:
+        report = seed.report()
+    assert ("serving", ((0, 3),), seal(IMAGE).weights_id, ("memory",), "node") == (
+        report.state,
+        report.verified,
+        report.weights_id,
+        report.transports,
+        report.placement.host,
+    )
+
+
+def test_a_relay_starts_with_nothing() -> None:
+    """An empty board is a board: a relay that has received nothing claims nothing and gives nothing."""
+    with made(ChunkBoard(IMAGE.layout.chunks)) as relay:
+        report = relay.report()
+        with pytest.raises(SourceBusy):
+            relay.admit(token(), 0, 1)
+    assert ("loading", (), None) == (report.state, report.verified, report.weights_id)
+
+
+def test_a_relay_admits_what_it_has_verified() -> None:
+    """A range is admitted once every chunk it touches is verified."""
+    with made(ChunkBoard(IMAGE.layout.chunks, [1])) as relay:
+        assert "fork-1" == relay.admit(token(), MIB, 2 * MIB)
+        with pytest.raises(SourceBusy):
+            relay.admit(token(), MIB, 2 * MIB + 1)
+
+
+def test_no_lease_no_bytes() -> None:
+    """A token that is no lease is refused before the range is looked at."""
+    with made() as seed, pytest.raises(LeaseRefused):
+        seed.admit("forged", 0, 1)
+
+
+def test_a_fence_cuts_readers_off() -> None:
+    """From the fence on nothing is given, leases of the old generation are void, and the tag is another."""
+    with made() as seed:
+        before = seed.etag()
+        seed.fence()
+        with pytest.raises(SourceChanged):
+            seed.admit(token(), 0, 1)
+        with pytest.raises(SourceBusy):
+            seed.admit(token(generation=1), 0, 1)
+        report = seed.report()
+    assert (1, "loading", (), None, True) == (
+        report.generation,
+        report.state,
+        report.verified,
+        report.weights_id,
+        before != seed.etag(),
+    )
+
+
+def test_a_manifest_of_another_layout_is_not_learnt() -> None:
+    """A relay takes no manifest that does not describe its image."""
+    other = seal(image_of({"b": torch.zeros(8)}))
+    with made(ChunkBoard(IMAGE.layout.chunks)) as relay, pytest.raises(LayoutMismatch):
+        relay.learn(other)
+
+
+def test_a_channel_of_another_layout_is_refused() -> None:
+    """Only a target of the same layout gets a place."""
+    with made() as seed:
+        with pytest.raises(LayoutMismatch):
+            seed.open_channel(seed.check(token()), "0" * 32, ["memory"])
+        assert () == seed.report().readers
+
+
+def test_a_channel_needs_a_transport_of_both() -> None:
+    """The first transport that both sides have is used; without one there is no channel."""
+    with made() as seed:
+        fork_id = seed.check(token())
+        _, endpoint = seed.open_channel(fork_id, LAYOUT_ID, ["carrier pigeon", "memory"])
+        with pytest.raises(SourceChanged):
+            seed.open_channel(fork_id, LAYOUT_ID, ["carrier pigeon"])
+    assert "memory" == endpoint.transport
+
+
+def test_draining_waits_for_readers_and_takes_no_more() -> None:
+    """A draining seed refuses new readers and is done when the last one has left."""
+    with made() as seed:
+        channel, _ = seed.open_channel(seed.check(token()), LAYOUT_ID, ["memory"])
+        draining, drained = threading.Event(), []
+        with seed.on_change(lambda: draining.set() if seed.draining else None):
+            thread = threading.Thread(target=lambda: drained.append(seed.drain(60.0)))
+            thread.start()
+            assert draining.wait(60)
+            with pytest.raises(SourceBusy):
+                seed.open_channel(seed.check(token("fork-2")), LAYOUT_ID, ["memory"])
+            seed.close_channel(channel)
+            thread.join()
+    assert ([True], "draining") == (drained, seed.report().state)
+
+
+def test_draining_gives_up_in_time() -> None:
+    """A reader that stays does not hold the seed past its time."""
+    with made() as seed:
+        seed.open_channel(seed.check(token()), LAYOUT_ID, ["memory"])
+        assert not seed.drain(0.01)
+        seed.close()
+
+
+def test_changes_are_told() -> None:
+    """Board, manifest, state and readers: whoever listens hears of each, until it leaves."""
+    heard: list[str] = []
+    with made(ChunkBoard(IMAGE.layout.chunks)) as relay:
+        with relay.on_change(lambda: heard.append(relay.report().state)):
+            relay.learn(seal(IMAGE))
+            relay.board.mark(0)
+            relay.serve()
+            relay.close_channel("none")
+        relay.board.mark(1)
+    assert ["loading", "loading", "serving", "serving"] == heard
+
+
+def test_what_is_given_is_counted() -> None:
+    """Every byte that passes the governor counts."""
+    with made() as seed:
+        seed.throttle(3)
+        seed.throttle(4)
+    assert 7 == seed.given_bytes
+
+
+def test_closing_leaves_nothing_open() -> None:
+    """A closed seed has left the network; closing twice is harmless."""
+    network = MemoryNetwork()
+    seed = made(network=network).start()
+    seed.close()
+    seed.close()
+    assert ({}, "closed:0") == (network.exports, seed.report().address)
+
+
+def test_a_start_that_fails_leaves_nothing_open() -> None:
+    """When the peer service cannot start, the exporters that already run are closed."""
+    network = MemoryNetwork()
+
+    def taken(host: PeerHost, settings: Settings) -> PeerService:
+        raise OSError("taken")
+
+    seed = Seed(IMAGE, Identity("model"), Settings(), [MemoryTransport(network)], serve_peer=taken)
+    with pytest.raises(OSError, match="taken"):
+        seed.start()
+    assert {} == network.exports

@@ -67,8 +67,9 @@ class FakeGate:
     def etag(self) -> str:
         return f"generation-{self.generation}"
 
-    def throttle(self, nbytes: int) -> None:
-        self.before_slice(nbytes)
+    def grant(self, most: int) -> int:
+        self.before_slice(most)
+        return most
 
 
 @dataclass

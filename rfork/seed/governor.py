@@ -10,6 +10,10 @@ import threading
 import time
 from collections.abc import Callable
 
+GRANT_S = 0.1
+"""Seconds of budget in one grant, at most."""
+LEAST_GRANT = 16 << 10
+"""Bytes in one grant at least, unless less is asked for: smaller ones cost more than they carry."""
 BURST_S = 0.05
 """Seconds of budget that may be saved up: small, so that a seed that idled does not give a long burst."""
 
@@ -38,11 +42,19 @@ class Governor:
             self._free_at = begin + nbytes / self.rate
             return max(0.0, begin - now)
 
-    def throttle(self, nbytes: int) -> None:
-        """Block until `nbytes` may be sent, or until the governor is closed."""
-        delay = self.reserve(nbytes)
+    def grant(self, most: int) -> int:
+        """Block until some of `most` bytes may be sent, or the governor is closed; returns how many.
+
+        Under a rate that is a tenth of a second's worth, so that with many readers each is served
+        often enough not to count the source as stalled.
+        """
+        if self.rate is None:
+            return most
+        granted = min(most, max(LEAST_GRANT, int(self.rate * GRANT_S)))
+        delay = self.reserve(granted)
         if delay > 0:
             self._closed.wait(delay)
+        return granted
 
     def close(self) -> None:
         """Wake everyone who waits."""

@@ -188,11 +188,12 @@ class Seed:
             raise SourceBusy(f"bytes {begin}-{end} are not verified here yet")
         return claims.fork_id
 
-    def throttle(self, nbytes: int) -> None:
-        """See `rfork.transport.base.Gate.throttle`."""
+    def grant(self, most: int) -> int:
+        """See `rfork.transport.base.Gate.grant`."""
+        granted = self._governor.grant(most)
         with self._lock:
-            self.given_bytes += nbytes
-        self._governor.throttle(nbytes)
+            self.given_bytes += granted
+        return granted
 
     def etag(self) -> str:
         """See `rfork.transport.base.Gate.etag`."""

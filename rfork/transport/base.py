@@ -55,8 +55,12 @@ class Gate(Protocol):
         """
         ...
 
-    def throttle(self, nbytes: int) -> None:
-        """Block until the source's egress budget allows `nbytes` more."""
+    def grant(self, most: int) -> int:
+        """Block until the source's egress budget allows some of `most` bytes; returns how many.
+
+        Under a rate the answer is small, so that a reader hears something often enough not to take
+        a source that is held back for one that has stalled.
+        """
         ...
 
     def etag(self) -> str:

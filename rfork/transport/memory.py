@@ -82,7 +82,9 @@ class MemoryExporter:
         """Copy image range `[begin, end)` into `views`; raises what the gate does, and SourceGone."""
         if self.faults.refuses:
             raise LeaseRefused(f"{self._name} was told to refuse")
-        self.gate.throttle(end - begin)
+        left = end - begin
+        while left:
+            left -= self.gate.grant(left)
         self.gate.admit(token, begin, end)
         with self._network.changed:
             dies_after = self.faults.dies_after

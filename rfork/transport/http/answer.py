@@ -7,7 +7,7 @@ section. File byte `len(header) + x` is image byte `x`.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 
@@ -19,8 +19,6 @@ from rfork.transport.http import fields as http_fields
 from rfork.transport.http.fields import RangeNotSatisfiable
 
 PATH = "/v1/image"
-SLICE_BYTES = 8 << 20
-"""The gate is asked, and the rate limited, before each slice of this size."""
 
 _STATUS_OF: Mapping[type[RforkError], HTTPStatus] = {
     LeaseRefused: HTTPStatus.FORBIDDEN,
@@ -48,11 +46,6 @@ class ImageFile:
         """Ask the gate for file range `[begin, end)`; for the header it needs the lease alone."""
         data = len(self.header)
         self.gate.admit(token, max(0, begin - data), max(0, end - data))
-
-    def slices(self, begin: int, end: int) -> Iterator[Range]:
-        """File range `[begin, end)` in slices of at most SLICE_BYTES."""
-        for at in range(begin, end, SLICE_BYTES):
-            yield at, min(at + SLICE_BYTES, end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ LARGEST_HEAD = 16 << 10
 """Bytes of a request line and its fields together, at most."""
 IDLE_S = 60.0
 """Seconds a connection that was admitted may rest between two requests."""
+SLICE_BYTES = 8 << 20
+"""The gate is asked again after at most so many bytes of a body."""
 LINGER_S = 1.0
 LINGER_BYTES = 1 << 20
 
@@ -76,13 +78,14 @@ class Conversation:
             self.stream.send([head, body], self._stall_s)
             return
         file, data = self._file, len(self._file.header)
-        for begin, end in file.slices(decided.begin, decided.end):
-            file.gate.throttle(end - begin)
+        begin = decided.begin
+        while begin < decided.end:
+            end = begin + file.gate.grant(min(decided.end - begin, SLICE_BYTES))
             # Again for each slice: leases end and weights change while a body is under way.
             file.admit(token, begin, end)
             with file.image.readable(max(0, begin - data), max(0, end - data)) as views:
                 self.stream.send([head, file.header[begin:end], *views], self._stall_s)
-            head = b""
+            head, begin = b"", end
 
     def _linger(self) -> None:
         """Let the last answer arrive: closing with bytes unread would reset the connection under it."""

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from rfork.seed.governor import BURST_S, Governor
+from rfork.seed.governor import BURST_S, LEAST_GRANT, Governor
 
 
 class Clock:
@@ -62,11 +62,25 @@ def test_the_rate_holds_over_time() -> None:
     assert spent - 900 <= 1000 * (clock.now - 100.0 + BURST_S)
 
 
+@pytest.mark.parametrize(
+    ("rate", "most", "expected"),
+    [
+        (None, 1 << 30, 1 << 30),
+        (10_000_000, 1 << 30, 1_000_000),
+        (10_000_000, 5, 5),
+        (1000, 1 << 30, LEAST_GRANT),
+    ],
+)
+def test_a_grant_under_a_rate_is_small(rate: int | None, most: int, expected: int) -> None:
+    """A tenth of a second's worth at most, so that many readers of a slow seed all hear from it."""
+    assert expected == Governor(rate, clock=Clock()).grant(most)
+
+
 def test_closing_wakes_who_waits() -> None:
     """A spender in deep debt is let go when the instance closes."""
     governor = Governor(1)
     governor.reserve(1 << 30)
-    waiter = threading.Thread(target=governor.throttle, args=(1,))
+    waiter = threading.Thread(target=governor.grant, args=(1,))
     waiter.start()
     governor.close()
     waiter.join(30)

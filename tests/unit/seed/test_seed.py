@@ -163,8 +163,8 @@ def test_changes_are_told() -> None:
 def test_what_is_given_is_counted() -> None:
     """Every byte that passes the governor counts."""
     with made() as seed:
-        seed.throttle(3)
-        seed.throttle(4)
+        seed.grant(3)
+        seed.grant(4)
     assert 7 == seed.given_bytes
 
 

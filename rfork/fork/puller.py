@@ -23,16 +23,17 @@ from rfork.errors import (
     SourceCorrupt,
     SourceGone,
 )
-from rfork.fork.feed import Feed, FeedListener
+from rfork.fork.feed import Feed
 from rfork.fork.report import SourceShare
 from rfork.fork.schedule import Read, Schedule
+from rfork.fork.sources import OpenFeed, Sources
 from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.image.ranges import Range
 from rfork.logs import logger
 from rfork.settings import Settings
-from rfork.wire import Lease, Plan, Route, SourceFault
+from rfork.wire import Lease, Plan, SourceFault
 
 log = logger(__name__)
 
@@ -42,10 +43,7 @@ FIRST_RETRY_S = 0.2
 LEAST_REPLAN_S = 0.05
 UNCOVERED_S = 0.8
 """Time to the next request for a plan while some chunks have a source and others have none."""
-MOST_FAILURES = 3
-"""A source that failed this often is not asked again by this fork, whoever was at fault."""
 
-OpenFeed = Callable[[Route, FeedListener], Feed]
 Replan = Callable[[tuple[SourceFault, ...]], Plan]
 Learn = Callable[[Manifest], None]
 
@@ -65,7 +63,7 @@ class Puller:
 
     `open_feed` makes the (not yet started) feed of one route; `replan` asks the planner for a (new)
     plan, given the faults since the last one; `learn` is told the manifest before the first chunk is
-    verified. `reasons` collects each failure on the way.
+    verified.
     """
 
     def __init__(
@@ -82,23 +80,17 @@ class Puller:
         self._image = image
         self._board = board
         self._settings = settings
-        self._open_feed = open_feed
         self._replan = replan
         self._learn = learn
         self._deadline = deadline
         self._chunks = image.layout.chunks
         self._changed = threading.Condition()
         self._schedule = Schedule(len(self._chunks), board.verified)
-        self._feeds: dict[str, Feed] = {}
-        self._retired: list[Feed] = []
+        self._sources = Sources(self._schedule, open_feed, self)
         self._manifest: Manifest | None = None
-        self._faults: list[SourceFault] = []
-        self._shares: dict[str, SourceShare] = {}
         self._bytes_read = 0
         self._replans = 0
         self._stopping = False
-        self._failures: dict[str, int] = {}
-        self.reasons: list[RforkError] = []
 
     # -- the caller's thread --------------------------------------------------------------------
 
@@ -120,7 +112,7 @@ class Puller:
         finally:
             with self._changed:
                 self._stopping = True
-                feeds = [*self._feeds.values(), *self._retired]
+                feeds = self._sources.everyone
                 self._changed.notify_all()
             for feed in feeds:
                 feed.close()
@@ -138,7 +130,13 @@ class Puller:
     def shares(self) -> tuple[SourceShare, ...]:
         """What each source gave so far, most first."""
         with self._changed:
-            return tuple(sorted(self._shares.values(), key=lambda share: -share.verified_bytes))
+            return self._sources.shares
+
+    @property
+    def reasons(self) -> tuple[RforkError, ...]:
+        """Each failure of a source so far, in order."""
+        with self._changed:
+            return tuple(self._sources.reasons)
 
     @property
     def bytes_read(self) -> int:
@@ -148,9 +146,7 @@ class Puller:
     def renew(self, leases: Mapping[str, Lease]) -> None:
         """Newer lease tokens, by source."""
         with self._changed:
-            for source_id, lease in leases.items():
-                if source_id in self._feeds:
-                    self._feeds[source_id].renew(lease)
+            self._sources.renew(leases)
 
     def plan_again(self) -> None:
         """Take all that is not in flight back and ask for a new plan (the planner forgot this fork)."""
@@ -170,7 +166,7 @@ class Puller:
                     raise DeadlinePassed(
                         f"the deadline passed with {len(self._board)} of {len(self._chunks)} chunks verified"
                     )
-                self._fail_stalled(now)
+                self._sources.fail_stalled(now)
                 wanted = self._schedule.unassigned and now >= retry_at
                 if not wanted:
                     until = retry_at if self._schedule.unassigned else now + TICK_S
@@ -184,7 +180,7 @@ class Puller:
                     lonely_since = None
                     retry_at = now + (UNCOVERED_S if self._schedule.unassigned else LEAST_REPLAN_S)
                     continue
-                if self._schedule.in_flight or any(map(self._schedule.wanted_from, self._feeds)):
+                if self._schedule.in_flight or self._sources.giving:
                     retry_at = now + UNCOVERED_S  # others still give: no hurry
                     continue
                 lonely_since = lonely_since or now
@@ -197,60 +193,24 @@ class Puller:
     def _ask(self) -> tuple[Plan | None, RforkError]:
         """One call to the planner: its plan, if any, and the error to end with if there is no route."""
         with self._changed:
-            faults = tuple(self._faults)
+            faults = self._sources.faults
         try:
             plan = self._replan(faults)
         except (NoSource, PlannerUnreachable, PlannerRefused) as error:
             return None, error
         with self._changed:
-            del self._faults[: len(faults)]
+            self._sources.told(faults)
         return plan, NoSource(plan.reason or "the planner knows no source")
 
     def _adopt(self, plan: Plan) -> None:
         self._replans += 1
-        for route in plan.routes:
-            feed = self._feeds.get(route.source_id)
-            if feed is not None:
-                feed.renew(route.lease)
-                continue
-            feed = self._open_feed(route, self)
-            self._feeds[route.source_id] = feed
-            feed.start()
-        self._schedule.adopt({route.source_id: route.chunks for route in plan.routes})
-        for source_id in [name for name in self._feeds if not self._schedule.wanted_from(name)]:
-            self._retire(source_id)
+        self._sources.adopt(plan.routes)
         log.info(
             "planned",
             fork=plan.fork_id,
             routes={route.source_id[:8]: ranges_text(route.chunks) for route in plan.routes},
             reason=plan.reason,
         )
-        self._changed.notify_all()
-
-    def _retire(self, source_id: str) -> None:
-        feed = self._feeds.pop(source_id)
-        feed.close()
-        self._retired.append(feed)
-
-    def _fail_stalled(self, now: float) -> None:
-        for source_id, feed in list(self._feeds.items()):
-            stall = feed.check(now, starved=self._schedule.starved(source_id))
-            if stall is not None and self._schedule.wanted_from(source_id):
-                self._fail(feed, stall)
-
-    def _fail(self, feed: Feed, error: RforkError) -> None:
-        """Give up on a source; the caller holds the lock."""
-        if self._feeds.get(feed.source_id) is not feed:
-            return  # it failed already, and this is the echo on another thread
-        log.warning("source failed", source=feed.source_id[:8], error=error.kind, detail=str(error))
-        self.reasons.append(error)
-        self._failures[feed.source_id] = failures = self._failures.get(feed.source_id, 0) + 1
-        fault = error.fault if error.fault == "source" or failures < MOST_FAILURES else "network"
-        self._faults.append(
-            SourceFault(instance_id=feed.source_id, fault=fault, error=error.kind, detail=str(error)[:1000])
-        )
-        self._schedule.fail(feed.source_id)
-        self._retire(feed.source_id)
         self._changed.notify_all()
 
     # -- feed threads -----------------------------------------------------------------------------
@@ -276,7 +236,8 @@ class Puller:
     def on_failure(self, feed: Feed, error: RforkError) -> None:
         """See `rfork.fork.feed.FeedListener`."""
         with self._changed:
-            self._fail(feed, error)
+            self._sources.fail(feed, error)
+            self._changed.notify_all()
 
     # -- worker threads -----------------------------------------------------------------------------
 
@@ -288,7 +249,7 @@ class Puller:
                     self._changed.wait()
                 if read is None:
                     return
-                feed = self._feeds.get(read.source_id)
+                feed = self._sources.find(read.source_id)
                 manifest = self._manifest
             error: RforkError | None = None
             try:
@@ -302,11 +263,13 @@ class Puller:
                 error = SourceGone(f"{type(caught).__name__}: {caught}")
             with self._changed:
                 if error is None and feed is not None:
-                    self._count(feed, read)
+                    begin, end = self._chunks[read.chunk]
+                    self._schedule.verified(read)
+                    self._sources.credit(feed, end - begin)
                 else:
                     self._schedule.dropped(read)
                     if feed is not None and error is not None and not self._stopping:
-                        self._fail(feed, error)
+                        self._sources.fail(feed, error)
                 self._changed.notify_all()
             if error is None:
                 self._board.mark(read.chunk)
@@ -320,20 +283,6 @@ class Puller:
             self._bytes_read += end - begin
         if self._settings.verify and self._image.digest(read.chunk) != manifest.digests[read.chunk]:
             raise SourceCorrupt(f"{feed.address}: chunk {read.chunk} does not match its digest")
-
-    def _count(self, feed: Feed, read: Read) -> None:
-        self._schedule.verified(read)
-        begin, end = self._chunks[read.chunk]
-        share = self._shares.get(feed.source_id) or SourceShare(
-            feed.source_id, feed.host, feed.transport, 0, 0
-        )
-        self._shares[feed.source_id] = SourceShare(
-            share.source_id,
-            share.host,
-            feed.transport,
-            share.verified_chunks + 1,
-            share.verified_bytes + end - begin,
-        )
 
 
 def ranges_text(parts: tuple[Range, ...]) -> str:

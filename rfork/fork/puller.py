@@ -266,11 +266,14 @@ class Puller:
                     begin, end = self._chunks[read.chunk]
                     self._schedule.verified(read)
                     self._sources.credit(feed, end - begin)
+                    # One chunk less is news for the caller's thread only, and only if it was the last.
+                    if self._schedule.complete:
+                        self._changed.notify_all()
                 else:
                     self._schedule.dropped(read)
                     if feed is not None and error is not None and not self._stopping:
                         self._sources.fail(feed, error)
-                self._changed.notify_all()
+                    self._changed.notify_all()
             if error is None:
                 self._board.mark(read.chunk)
 

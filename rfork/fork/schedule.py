@@ -7,6 +7,8 @@ and a new plan is wanted).
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -31,6 +33,7 @@ class Schedule:
         self._assigned: dict[int, str] = {}
         self._in_flight: dict[int, str] = {}
         self._readable: dict[str, set[int]] = {}
+        self._ready: dict[str, list[int]] = {}  # heaps; what is no longer true of an entry is seen in `take`
         self._attempts: dict[int, int] = {}
 
     def adopt(self, routes: Mapping[str, Iterable[Range]]) -> None:
@@ -41,36 +44,48 @@ class Schedule:
             for chunk in ranges.indices(parts)
             if chunk not in self._verified
         }
+        self._ready = {}
         for source in routes:
             self._readable.setdefault(source, set())
+        for chunk in self._assigned:
+            self._queue(chunk)
 
     def offer(self, source_id: str, chunks: Iterable[Range]) -> None:
         """A source says that these chunks can be read from it."""
+        readable = self._readable.setdefault(source_id, set())
         # Clipped first: a source that offers 2**60 chunks must not cost the memory to list them.
-        whole = ((0, self.chunk_count),)
-        self._readable.setdefault(source_id, set()).update(ranges.indices(ranges.intersect(chunks, whole)))
+        for chunk in ranges.indices(ranges.intersect(chunks, ((0, self.chunk_count),))):
+            if chunk not in readable:
+                readable.add(chunk)
+                self._queue(chunk)
 
     def take(self) -> Read | None:
         """The next read, now in flight; None when no assigned chunk is readable yet.
 
-        The lowest chunk first, so that a chain of relays stays in step, from the source that has the
-        fewest reads under way, so that several sources are drawn on at once.
+        From the source that has the fewest reads under way, so that several sources are drawn on at
+        once, and of its chunks the lowest, so that a chain of relays stays in step.
         """
-        load: dict[str, int] = {}
-        for source in self._in_flight.values():
-            load[source] = load.get(source, 0) + 1
-        ready = (
-            (load.get(source, 0), chunk, source)
-            for chunk, source in self._assigned.items()
-            if chunk not in self._in_flight and chunk in self._readable.get(source, ())
-        )
-        best = min(ready, default=None)
-        if best is None:
+        load = Counter(self._in_flight.values())
+        first = {source: heap[0] for source, heap in self._ready.items() if self._fresh(source, heap)}
+        source = min(first, key=lambda source: (load[source], first[source]), default=None)
+        if source is None:
             return None
-        _, chunk, source = best
+        chunk = heapq.heappop(self._ready[source])
         self._in_flight[chunk] = source
         self._attempts[chunk] = self._attempts.get(chunk, 0) + 1
         return Read(source, chunk)
+
+    def _queue(self, chunk: int) -> None:
+        """Have the chunk taken, if its source is known and it can be read from there."""
+        source = self._assigned.get(chunk)
+        if source is not None and chunk not in self._in_flight and chunk in self._readable.get(source, ()):
+            heapq.heappush(self._ready.setdefault(source, []), chunk)
+
+    def _fresh(self, source: str, heap: list[int]) -> bool:
+        """Drop what can no longer be taken from the heap's top; whether anything is left."""
+        while heap and (self._assigned.get(heap[0]) != source or heap[0] in self._in_flight):
+            heapq.heappop(heap)
+        return bool(heap)
 
     def verified(self, read: Read) -> None:
         """The read ended with the right bytes."""
@@ -81,11 +96,13 @@ class Schedule:
     def dropped(self, read: Read) -> None:
         """The read ended without the right bytes: the chunk is read again, from whoever it is assigned to."""
         self._in_flight.pop(read.chunk, None)
+        self._queue(read.chunk)
 
     def fail(self, source_id: str) -> None:
         """Take all chunks back from a source; those in flight are dropped by their readers."""
         self._assigned = {chunk: source for chunk, source in self._assigned.items() if source != source_id}
         self._readable.pop(source_id, None)
+        self._ready.pop(source_id, None)
 
     def wanted_from(self, source_id: str) -> bool:
         """Whether the newest plan, or a reader, still needs something of this source."""

@@ -98,6 +98,7 @@ class ForkSession:
                 )
             derived = Derived(self._module, image)
             image.advise_huge_pages()
+            log.debug("captured", model=self._identity.model, layout=image.layout.layout_id)
         board = ChunkBoard(image.layout.chunks)
         seed = Seed(
             image,

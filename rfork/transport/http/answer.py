@@ -69,8 +69,9 @@ class Answer:
             f"HTTP/1.1 {self.status.value} {self.status.phrase}",
             *(f"{name}: {value}" for name, value in self.fields),
             f"Content-Length: {length}",
-            f"Connection: {'keep-alive' if alive else 'close'}",
         ]
+        if not alive:
+            lines.append("Connection: close")
         return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
 
@@ -78,7 +79,7 @@ def refusal(status: HTTPStatus, reason: str, *fields: tuple[str, str]) -> Answer
     """An answer that gives no byte of the image: one line that says why."""
     line = " ".join(reason.split()) + "\n"
     kind = ("Content-Type", "text/plain; charset=utf-8")
-    return Answer(status, (kind, ("Cache-Control", "no-store"), *fields), line.encode())
+    return Answer(status, (kind, *fields), line.encode())
 
 
 def answer(method: str, target: str, fields: Mapping[str, str], file: ImageFile) -> Answer:
@@ -110,7 +111,6 @@ def _file_answer(method: str, token: str, fields: Mapping[str, str], file: Image
         ("Content-Type", "application/octet-stream"),
         ("Accept-Ranges", "bytes"),
         ("ETag", etag),
-        ("Cache-Control", "no-store"),
     )
     wanted: Range | None = None
     # A Range is for GET alone, and only if the client's part is of this very file (RFC 9110 13.1.5, 14.2).

@@ -177,7 +177,7 @@ def refused(stream: Stream, response: ResponseHead, body: bytes, patience: Patie
         return SourceCorrupt(f"{place} ignores Range: it would send the whole file")
     fields = response.fields
     length = fields.get("content-length", "")
-    if fields.get("content-type", "").startswith("text/plain") and length.isdigit():
+    if fields.get("content-type", "").startswith("text/plain") and length.isdecimal() and len(length) < 10:
         most = min(int(length), LARGEST_REASON)
         while len(body) < most and (data := _receive(stream, most - len(body), patience)):
             body += data

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from rfork.image.ranges import Range
 
 _ENTITY_TAG = re.compile(r'(?:W/)?"[^"]*"')
-_RANGE = re.compile(r"(\d*)\s*-\s*(\d*)")
-_CONTENT_RANGE = re.compile(r"bytes\s+(\d+)-(\d+)/(\d+|\*)", re.IGNORECASE)
+_RANGE = re.compile(r"([0-9]{0,19})\s*-\s*([0-9]{0,19})")
+_CONTENT_RANGE = re.compile(r"bytes\s+([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)", re.IGNORECASE)
 
 
 class RangeNotSatisfiable(ValueError):

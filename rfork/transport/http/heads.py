@@ -11,13 +11,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
-_REQUEST_LINE = re.compile(rb"(%b) ([\x21-\x7e]+) HTTP/(\d\.\d)" % _TOKEN)
-_REQUEST_BEGUN = re.compile(rb"%b(?: [\x21-\x7e]*(?: [\x20-\x7e]*)?)?(?:\r|$)" % _TOKEN)
-_STATUS_LINE = re.compile(rb"HTTP/(1\.\d) (\d{3})(?: [\t\x20-\x7e\x80-\xff]*)?")
+_TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_REQUEST_LINE = re.compile(rf"({_TOKEN}) ([\x21-\x7e]+) HTTP/([0-9]\.[0-9])")
+_REQUEST_BEGUN = re.compile(rf"{_TOKEN}(?: [\x21-\x7e]*(?: [\x20-\x7e]*)?)?(?:\r|\Z)".encode())
+_STATUS_LINE = re.compile(r"HTTP/(1\.[0-9]) ([0-9]{3})(?: [\t\x20-\x7e\x80-\xff]*)?")
 _STATUS_BEGUN = b"HTTP/1."
 _NAME = re.compile(_TOKEN)
-_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _END = b"\r\n\r\n"
 
 
@@ -59,11 +59,11 @@ def parse_request(received: bytes, most: int) -> tuple[RequestHead, bytes] | Non
         if first and not _REQUEST_BEGUN.match(first):
             raise BadHead("this is no HTTP request")
         return None
-    lines = received[:end].split(b"\r\n")
+    lines = _lines(received[:end])
     match = _REQUEST_LINE.fullmatch(lines[0])
     if match is None:
         raise BadHead("cannot understand the request line")
-    method, target, version = (part.decode("ascii") for part in match.groups())
+    method, target, version = match.groups()
     if not version.startswith("1."):
         raise BadHead(f"HTTP/{version} is not spoken here", 505)
     fields = _fields(lines[1:])
@@ -78,14 +78,14 @@ def parse_response(received: bytes, most: int) -> tuple[ResponseHead, bytes] | N
     Raises BadHead.
     """
     while (end := _end_of_head(received, most)) is not None:
-        lines = received[:end].split(b"\r\n")
+        lines = _lines(received[:end])
         match = _STATUS_LINE.fullmatch(lines[0])
         if match is None:
             raise BadHead("cannot understand the status line")
         received = received[end + len(_END) :]
         status = int(match.group(2))
         if status >= 200:
-            return ResponseHead(status, match.group(1).decode("ascii"), _fields(lines[1:])), received
+            return ResponseHead(status, match.group(1), _fields(lines[1:])), received
     if not received.startswith(_STATUS_BEGUN[: len(received)]):
         raise BadHead("this is no HTTP answer")
     return None
@@ -108,13 +108,20 @@ def _end_of_head(received: bytes, most: int) -> int | None:
     return None
 
 
-def _fields(lines: list[bytes]) -> dict[str, str]:
+def _lines(head: bytes) -> list[str]:
+    lines = head.decode("latin-1").split("\r\n")
+    if _CONTROL.search("".join(lines)):
+        raise BadHead("a head holds no control characters")
+    return lines
+
+
+def _fields(lines: list[str]) -> dict[str, str]:
     """Fields by name; those sent more than once are joined by commas, as RFC 9110 5.2 says."""
     fields: dict[str, str] = {}
     for line in lines:
-        raw_name, colon, raw_value = line.partition(b":")
-        if not colon or not _NAME.fullmatch(raw_name) or _CONTROL.search(raw_value):
+        name, colon, value = line.partition(":")
+        if not colon or not _NAME.fullmatch(name):
             raise BadHead("cannot understand a header field")
-        name, value = raw_name.decode("ascii").lower(), raw_value.strip(b" \t").decode("latin-1")
+        name, value = name.lower(), value.strip(" \t")
         fields[name] = f"{fields[name]}, {value}" if name in fields else value
     return fields

@@ -15,7 +15,9 @@ import ssl
 import struct
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 Bytes = bytes | memoryview
@@ -31,33 +33,29 @@ class Cursor:
 
     def __init__(self, views: Sequence[Bytes]) -> None:
         self._views = [memoryview(view) for view in views if len(view)]
+        self._ends = list(accumulate(map(len, self._views)))
         self._index = 0
-        self._offset = 0
         self.done = 0
-        self.left = sum(view.nbytes for view in self._views)
+        self.left = self._ends[-1] if self._ends else 0
 
     def window(self, most_bytes: int, most_views: int = MOST_VIEWS) -> list[memoryview]:
         """The next views, at most this many bytes and views."""
-        window: list[memoryview] = []
-        offset = self._offset
-        for view in self._views[self._index : self._index + most_views]:
-            part = view[offset : offset + most_bytes] if offset or view.nbytes > most_bytes else view
-            window.append(part)
-            most_bytes -= part.nbytes
-            if most_bytes == 0:
-                break
-            offset = 0
+        if not self.left or most_bytes <= 0:
+            return []
+        first, until = self._index, self.done + most_bytes
+        stop = min(bisect_left(self._ends, until, first) + 1, first + most_views, len(self._views))
+        window = self._views[first:stop]
+        if (excess := self._ends[stop - 1] - until) > 0:
+            window[-1] = window[-1][:-excess]
+        if skip := self.done + len(self._views[first]) - self._ends[first]:
+            window[0] = window[0][skip:]
         return window
 
     def advance(self, count: int) -> None:
         """Say that the next `count` bytes are done."""
         self.done += count
         self.left -= count
-        count += self._offset
-        while self._index < len(self._views) and count >= self._views[self._index].nbytes:
-            count -= self._views[self._index].nbytes
-            self._index += 1
-        self._offset = count
+        self._index = bisect_right(self._ends, self.done, self._index)
 
     def put(self, data: bytes) -> None:
         """Copy `data` in at this place; for the few bytes that came along with a message head."""

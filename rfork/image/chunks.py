@@ -10,9 +10,9 @@ from rfork.image.ranges import Range
 MIB = 1 << 20
 SMALLEST_CHUNK = MIB
 LARGEST_CHUNK = 256 * MIB
-MOST_CHUNKS = 256
+MOST_CHUNKS = 128
 """Small images get at most this many chunks. A chain of N relays takes (k + N - 1) chunk times, so
-more chunks mean less pipeline fill; fewer mean less overhead a chunk. Past 64 GiB the largest chunk
+more chunks mean less pipeline fill; fewer mean less overhead a chunk. Past 32 GiB the largest chunk
 size rules and the count grows with the image."""
 
 

@@ -57,6 +57,8 @@ class Engine:
         self._registered: list[int] = []
         self.session = f"{host}:{native.get_rpc_port()}"
         _shorten_accept(native.get_rpc_port())
+        # The accept() under way keeps the time limit it began with, unless somebody comes: so come.
+        probe(f"127.0.0.1:{native.get_rpc_port()}", time.monotonic() + 2.0)
 
     def register(self, areas: Sequence[tuple[int, int]]) -> None:
         """Make (address, length) areas readable and writable for peers. Raises SettingsError."""
@@ -170,7 +172,7 @@ def probe(session: str, deadline: float, patience_s: float = 2.0) -> None:
         with socket.create_connection((host, int(port)), timeout=limit) as connection:
             connection.sendall(struct.pack("<Q", len(_PROBE)) + _PROBE)
             # An answer of any kind, even a hang-up, comes from a live handshake thread.
-            connection.recv(1)
+            connection.recv(4096)
     except TimeoutError as error:
         raise SourceStalled(f"{session} does not answer transfer_engine's handshake") from error
     except OSError as error:

@@ -14,15 +14,15 @@ from rfork.image.chunks import LARGEST_CHUNK, MIB, MOST_CHUNKS, Chunks, chunk_si
     [
         (0, MIB),
         (1, MIB),
-        (256 * MIB, MIB),
-        (256 * MIB + 1, 2 * MIB),
-        (16 << 30, 64 * MIB),
-        (64 << 30, 256 * MIB),
+        (128 * MIB, MIB),
+        (128 * MIB + 1, 2 * MIB),
+        (16 << 30, 128 * MIB),
+        (32 << 30, 256 * MIB),
         (1 << 40, 256 * MIB),
     ],
 )
 def test_chunk_size(image_bytes: int, size: int) -> None:
-    """Chunks grow by powers of two so that there are at most 256, up to 256 MiB."""
+    """Chunks grow by powers of two so that there are at most 128, up to 256 MiB."""
     assert size == chunk_size_for(image_bytes)
 
 

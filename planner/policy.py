@@ -48,9 +48,7 @@ def plan(group: Group, demand: Demand, now: float) -> Decision:
     for source in sorted(alike, key=lambda source: _order(source, group, demand)):
         if chosen and not _joins_stripe(source, chosen, group, demand):
             continue
-        obstacle = obstacles[source.instance_id] or _not_fed(
-            source, weights_id, missing, group, demand, now
-        )
+        obstacle = obstacles[source.instance_id] or _not_fed(source, weights_id, missing, group, demand, now)
         if not obstacle:
             obstacle = _not_free(source, group, demand)
             full = full or bool(obstacle)

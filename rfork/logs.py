@@ -61,9 +61,7 @@ def configure(json: bool, level: str, *, stream: TextIO | None = None) -> None:
         logging.getLogger(name).setLevel(max(severity, logging.WARNING))
 
 
-def _as_record(
-    _: WrappedLogger, __: str, event: EventDict
-) -> tuple[tuple[str, str], dict[str, object]]:
+def _as_record(_: WrappedLogger, __: str, event: EventDict) -> tuple[tuple[str, str], dict[str, object]]:
     """An event as the arguments of the standard library's `Logger.info` and its like."""
     word = str(event.pop("event"))
     keywords = {name: event.pop(name) for name in ("exc_info", "stack_info") if name in event}

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import Field, SecretStr, ValidationError, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from rfork.errors import SettingsError
 
@@ -23,7 +23,7 @@ LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 class TlsSettings(BaseSettings):
     """Files for TLS; with `ca` on a server, clients must show a certificate (mTLS)."""
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_TLS_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="RFORK_TLS_", env_ignore_empty=True, extra="ignore", frozen=True)
 
     certificate: Path | None = Field(None, description="PEM certificate chain this process shows")
     key: Path | None = Field(None, description="PEM private key of `certificate`")
@@ -49,7 +49,7 @@ class TlsSettings(BaseSettings):
 class Settings(BaseSettings):
     """What an inference instance (seed, relay or target) is told."""
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="RFORK_", env_ignore_empty=True, extra="ignore", frozen=True)
 
     # The planner.
     planner: str | None = Field(None, description="URL of the planner; none: fall back at once")
@@ -72,8 +72,9 @@ class Settings(BaseSettings):
     zone: str | None = Field(None, description="zone label, for planning")
 
     # Transports.
-    transports: tuple[TransportName, ...] | None = Field(
-        None, description="transports to use, best first; none: chosen by what this machine has"
+    transports: Annotated[tuple[TransportName, ...] | None, NoDecode] = Field(
+        None,
+        description="transports to use, best first, comma separated; none: chosen by what this machine has",
     )
     unguarded_tcp: bool = Field(
         False, description="let transfer_engine run over plain TCP, where it cannot check leases"
@@ -108,10 +109,15 @@ class Settings(BaseSettings):
         "info", description="least level that is logged"
     )
 
+    @field_validator("transports", mode="before")
+    @classmethod
+    def _listed(cls, value: object) -> object:
+        return tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value
+
     @property
     def tls(self) -> TlsSettings:
         """The TLS files (``RFORK_TLS_*``), shared by every server and client of this process."""
-        return TlsSettings()
+        return load(TlsSettings)
 
     @property
     def reachable_at(self) -> str:
@@ -126,7 +132,7 @@ class Settings(BaseSettings):
 class PlannerSettings(BaseSettings):
     """What the planner is told."""
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_PLANNER_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="RFORK_PLANNER_", env_ignore_empty=True, extra="ignore", frozen=True)
 
     bind: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8700, ge=0, le=65535, description="port to listen on; 0 picks one")
@@ -149,7 +155,7 @@ class PlannerSettings(BaseSettings):
     @property
     def tls(self) -> TlsSettings:
         """The TLS files (``RFORK_TLS_*``)."""
-        return TlsSettings()
+        return load(TlsSettings)
 
 
 def own_address() -> str:
@@ -176,8 +182,12 @@ def load(kind: type[Kind], **overrides: object) -> Kind:
         return kind(**given)  # type: ignore[arg-type]  # pydantic validates each value
     except ValidationError as error:
         first = error.errors()[0]
-        name = "_".join(str(part) for part in first["loc"]).upper()
         prefix = kind.model_config.get("env_prefix", "")
-        raise SettingsError(
-            f"{prefix}{name}: {first['msg'].removeprefix('Value error, ')} (got {first['input']!r})"
-        ) from None
+        name = f"{prefix}{'_'.join(str(part) for part in first['loc'][:1]).upper()}".rstrip("_")
+        got = f" (got {first['input']!r})" if first["loc"] else ""
+        raise SettingsError(f"{name}: {first['msg'].removeprefix('Value error, ')}{got}") from None
+
+
+def host_port(host: str, port: int) -> str:
+    """host:port, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -15,6 +15,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # or it would take "[env: …]" for markup
 )
 app.command("planner")(planner.planner)
 app.command("seed")(seed.seed)

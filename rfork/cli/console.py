@@ -36,7 +36,11 @@ def print_json(value: object) -> None:
 
 @contextlib.contextmanager
 def reported(*, as_json: bool = False) -> Iterator[None]:
-    """End the command with one clear line and the error's exit code; never a traceback."""
+    """End the command with one clear line and the error's exit code; never a traceback.
+
+    SIGTERM ends it as Ctrl-C does, so that leases are given back.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except RforkError as error:

@@ -21,7 +21,7 @@ from rfork.cli.options import (
     PlannerOption,
     model_name,
 )
-from rfork.errors import StorageError
+from rfork.errors import ModelError, StorageError
 from rfork.image import ranges
 from rfork.settings import Settings
 from rfork.wire import ForkProgress
@@ -63,8 +63,7 @@ def pull(
         )
         logs.configure(json=chosen.log_json or as_json, level=chosen.log_level)
         from rfork.engines import torch as engine
-        from rfork.engines.transformers import empty_model, tokenizer_of
-        from rfork.engines.transformers import generate as answer
+        from rfork.engines.transformers import empty_model
         from rfork.image.proof import image_sha256
 
         module = empty_model(folder)
@@ -92,7 +91,7 @@ def pull(
                 result["output"] = str(output)
             if generate is not None:
                 began = time.monotonic()
-                result["generated"] = answer(module, tokenizer_of(folder), generate)
+                result["generated"] = _answer(module, folder, generate)
                 result["generate_seconds"] = round(time.monotonic() - began, 3)
             if as_json:
                 print_json(result)
@@ -107,6 +106,15 @@ def pull(
         finally:
             if report.seed is not None:
                 report.seed.close(chosen.drain_s)
+
+
+def _answer(module: PreTrainedModel, folder: Path, prompt: str) -> str:
+    from rfork.engines.transformers import generate, tokenizer_of
+
+    try:
+        return generate(module, tokenizer_of(folder), prompt)
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:  # what a model's own code raises
+        raise ModelError(f"{folder}: the model cannot answer: {error}") from error
 
 
 def _write(module: PreTrainedModel, folder: Path, output: Path) -> None:

@@ -71,7 +71,7 @@ class Derived:
 
 
 def fall_back(
-    module: nn.Module, derived: Derived, ways: Sequence[Fallback], reasons: Sequence[RforkError]
+    module: nn.Module, derived: Derived | None, ways: Sequence[Fallback], reasons: Sequence[RforkError]
 ) -> str:
     """Try each way into a clean module; returns the name of the one that worked.
 
@@ -80,7 +80,8 @@ def fall_back(
     """
     failures = list(reasons)
     for way in ways:
-        derived.restore()
+        if derived is not None:
+            derived.restore()
         log.warning("falling back", to=way.name, because=str(failures[-1]) if failures else "")
         try:
             way.load(module)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
-from rfork.errors import RforkError, SourceGone, SourceStalled
+from rfork.errors import RforkError, SourceGone, SourceStalled, TargetError
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.image.ranges import Range
@@ -112,10 +112,10 @@ class Feed:
         except RforkError as error:
             if not self._closed.is_set():
                 self._listener.on_failure(self, error)
-        except Exception as error:  # a bug in a transport must end the feed, not hang the fork
+        except Exception as error:  # a bug on this side must end the feed, not hang the fork
             if not self._closed.is_set():
                 self._listener.on_failure(
-                    self, SourceGone(f"{self.address}: {type(error).__name__}: {error}")
+                    self, TargetError(f"{self.address}: {type(error).__name__}: {error}")
                 )
 
     def _follow(self) -> None:

@@ -22,6 +22,7 @@ from rfork.errors import (
     SourceChanged,
     SourceCorrupt,
     SourceGone,
+    TargetError,
 )
 from rfork.fork.feed import Feed
 from rfork.fork.report import SourceShare
@@ -91,6 +92,8 @@ class Puller:
         self._bytes_read = 0
         self._replans = 0
         self._stopping = False
+        self._forgotten = False
+        self._expected: str | None = None
 
     # -- the caller's thread --------------------------------------------------------------------
 
@@ -149,15 +152,18 @@ class Puller:
             self._sources.renew(leases)
 
     def plan_again(self) -> None:
-        """Take all that is not in flight back and ask for a new plan (the planner forgot this fork)."""
+        """Ask for a new plan (the planner forgot this fork); until it has routes the old one holds."""
         with self._changed:
-            self._schedule.adopt({})
+            self._forgotten = True
             self._changed.notify_all()
 
     def _watch_over(self) -> None:
         lonely_since: float | None = None
         retry_at = 0.0
         while True:
+            # Outside the lock: closing a reader waits until nothing more of it can land.
+            for feed in self._sources.take_retired():
+                feed.close()
             with self._changed:
                 if self._schedule.complete:
                     return
@@ -167,9 +173,11 @@ class Puller:
                         f"the deadline passed with {len(self._board)} of {len(self._chunks)} chunks verified"
                     )
                 self._sources.fail_stalled(now)
-                wanted = self._schedule.unassigned and now >= retry_at
-                if not wanted:
-                    until = retry_at if self._schedule.unassigned else now + TICK_S
+                if self._sources.any_retired:
+                    continue
+                due = self._schedule.unassigned or self._forgotten
+                if not due or now < retry_at:
+                    until = retry_at if due else now + TICK_S
                     self._changed.wait(max(0.01, min(until, now + TICK_S, self._deadline) - now))
                     continue
             plan, refusal = self._ask()
@@ -204,6 +212,8 @@ class Puller:
 
     def _adopt(self, plan: Plan) -> None:
         self._replans += 1
+        self._forgotten = False
+        self._expected = plan.weights_id
         self._sources.adopt(plan.routes)
         log.info(
             "planned",
@@ -218,26 +228,35 @@ class Puller:
     def on_manifest(self, feed: Feed, manifest: Manifest) -> None:
         """See `rfork.fork.feed.FeedListener`; every source must hold the bytes that the first one named."""
         with self._changed:
-            if self._manifest is None:
+            if self._sources.find(feed.source_id) is not feed:
+                raise SourceGone(f"{feed.address}: was given up")
+            begun = len(self._board) > 0 or self._schedule.in_flight > 0
+            expected = self._manifest.weights_id if self._manifest and begun else self._expected
+            if expected not in (None, manifest.weights_id):
+                raise SourceChanged(
+                    f"{feed.address}: holds weights {manifest.weights_id}, this fork is of {expected}"
+                )
+            if self._manifest is None or manifest.weights_id != self._manifest.weights_id:
                 self._manifest = manifest
                 self._learn(manifest)
-            elif manifest.weights_id != self._manifest.weights_id:
-                raise SourceChanged(
-                    f"{feed.address}: holds weights {manifest.weights_id}, "
-                    f"this fork is of {self._manifest.weights_id}"
-                )
 
     def on_offer(self, feed: Feed, chunks: tuple[Range, ...]) -> None:
         """See `rfork.fork.feed.FeedListener`."""
         with self._changed:
-            self._schedule.offer(feed.source_id, chunks)
-            self._changed.notify_all()
+            if self._sources.find(feed.source_id) is feed:
+                self._schedule.offer(feed.source_id, chunks)
+                self._changed.notify_all()
 
     def on_failure(self, feed: Feed, error: RforkError) -> None:
         """See `rfork.fork.feed.FeedListener`."""
         with self._changed:
+            self._fail(feed, error)
+
+    def _fail(self, feed: Feed, error: RforkError) -> None:
+        """Give up on a source; the caller holds the lock. Past the deadline nobody but time is at fault."""
+        if not self._stopping and time.monotonic() < self._deadline:
             self._sources.fail(feed, error)
-            self._changed.notify_all()
+        self._changed.notify_all()
 
     # -- worker threads -----------------------------------------------------------------------------
 
@@ -258,9 +277,9 @@ class Puller:
                 self._fetch(feed, read, manifest)
             except RforkError as caught:
                 error = caught
-            except Exception as caught:  # a bug in a transport is that source's failure, not a hang
+            except Exception as caught:  # out of memory, or a bug: this side's failure, and not a hang
                 log.exception("reader failed", source=read.source_id[:8])
-                error = SourceGone(f"{type(caught).__name__}: {caught}")
+                error = TargetError(f"{type(caught).__name__}: {caught}")
             with self._changed:
                 if error is None and feed is not None:
                     begin, end = self._chunks[read.chunk]
@@ -271,8 +290,8 @@ class Puller:
                         self._changed.notify_all()
                 else:
                     self._schedule.dropped(read)
-                    if feed is not None and error is not None and not self._stopping:
-                        self._sources.fail(feed, error)
+                    if feed is not None and error is not None:
+                        self._fail(feed, error)
                     self._changed.notify_all()
             if error is None:
                 self._board.mark(read.chunk)

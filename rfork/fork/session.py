@@ -96,7 +96,7 @@ class ForkSession:
                 raise UnsupportedTensor(
                     "(all)", "the module has no tensor with bytes, so there is nothing to fork"
                 )
-            derived = Derived(self._module, image)
+            derived = Derived(self._module, image) if self._fallbacks else None
             image.advise_huge_pages()
             log.debug("captured", model=self._identity.model, layout=image.layout.layout_id)
         board = ChunkBoard(image.layout.chunks)
@@ -120,7 +120,7 @@ class ForkSession:
                 seed.close()
             raise
 
-    def _fill(self, image: Image, board: ChunkBoard, seed: Seed, derived: Derived) -> ForkReport:
+    def _fill(self, image: Image, board: ChunkBoard, seed: Seed, derived: Derived | None) -> ForkReport:
         reasons: list[RforkError] = []
         pulled = NOTHING_PULLED
         try:
@@ -131,14 +131,19 @@ class ForkSession:
             seed.fence()
             with self._watch.phase("fallback"):
                 name: str | None = fall_back(self._module, derived, self._fallbacks, reasons)
-            with self._watch.phase("digest"):
-                seed.learn(seal(image))
-            for index in range(len(image.layout.chunks)):
-                board.mark(index)
+            gives = image.same_memory(capture(self._module, exclude=self._exclude))
+            if gives:
+                with self._watch.phase("digest"):
+                    seed.learn(seal(image))
+                for index in range(len(image.layout.chunks)):
+                    board.mark(index)
+            else:
+                log.warning("not a seed: the fallback put new tensors in the module's place", fallback=name)
             outcome: Outcome = "fallback"
         else:
-            name, outcome = None, "forked"
-        seed.serve()
+            name, outcome, gives = None, "forked", True
+        if gives:
+            seed.serve()
         manifest = seed.manifest
         report = ForkReport(
             fork_id=self._fork_id,
@@ -192,7 +197,7 @@ class ForkSession:
             deadline=self._deadline,
         )
         try:
-            with self._watch.phase("transfer"), self._reporting(planner, puller, board, image):
+            with self._reporting(planner, puller, board, image), self._watch.phase("transfer"):
                 return puller.run()
         finally:
             reasons.extend(puller.reasons)
@@ -214,7 +219,8 @@ class ForkSession:
             yield
         finally:
             done.set()
-            reporter.join()
+            # A planner that does not answer must not hold up a fork that is done.
+            reporter.join(PROGRESS_S)
 
     def _report_progress(
         self, planner: PlannerClient, puller: Puller, board: ChunkBoard, image: Image, done: threading.Event
@@ -241,6 +247,8 @@ class ForkSession:
             except PlannerRefused as error:
                 if error.problem == "unknown-fork":
                     puller.plan_again()
+                else:
+                    log.warning("progress refused, so leases will run out", detail=str(error))
             except PlannerUnreachable as error:
                 log.debug("progress not told", detail=str(error))
 

@@ -33,6 +33,7 @@ class Sources:
         self._listener = listener
         self._feeds: dict[str, Feed] = {}
         self._retired: list[Feed] = []
+        self._closing: list[Feed] = []
         self._failures: dict[str, int] = {}
         self._faults: list[SourceFault] = []
         self._shares: dict[str, SourceShare] = {}
@@ -44,6 +45,8 @@ class Sources:
             if feed is not None:
                 feed.renew(route.lease)
                 continue
+            # What an earlier feed of this source offered is void: nothing can be read before this one is up.
+            self._schedule.fail(route.source_id)
             feed = self._open_feed(route, self._listener)
             self._feeds[route.source_id] = feed
             feed.start()
@@ -114,11 +117,21 @@ class Sources:
         del self._faults[: len(faults)]
 
     @property
+    def any_retired(self) -> bool:
+        """Whether `take_retired` has something to give."""
+        return bool(self._closing)
+
+    def take_retired(self) -> list[Feed]:
+        """Feeds that ended since the last call, for the caller to close without the lock."""
+        closing, self._closing = self._closing, []
+        return closing
+
+    @property
     def everyone(self) -> tuple[Feed, ...]:
         """All feeds that ever were, to be closed and joined at the end."""
         return (*self._feeds.values(), *self._retired)
 
     def _retire(self, source_id: str) -> None:
         feed = self._feeds.pop(source_id)
-        feed.close()
         self._retired.append(feed)
+        self._closing.append(feed)

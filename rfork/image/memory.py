@@ -81,6 +81,13 @@ class Image:
         """Where most of the bytes lie; a module may keep others elsewhere."""
         return self._device
 
+    def same_memory(self, other: Image) -> bool:
+        """Whether the other image is these very bytes: one layout, over the same addresses."""
+        whole = self.layout.image_bytes
+        return self.layout.layout_id == other.layout.layout_id and (
+            self.segments(0, whole) == other.segments(0, whole)
+        )
+
     def segments(self, begin: int, end: int) -> list[Segment]:
         """The memory of image range `[begin, end)` in image order; runs that touch in both are one.
 

@@ -36,7 +36,6 @@ STATUS_OF: dict[type[RforkError], grpc.StatusCode] = {
 _ERROR_OF: dict[grpc.StatusCode, type[RforkError]] = {
     **{status: error for error, status in STATUS_OF.items()},
     grpc.StatusCode.NOT_FOUND: SourceChanged,
-    grpc.StatusCode.FAILED_PRECONDITION: SourceBusy,
     grpc.StatusCode.DEADLINE_EXCEEDED: SourceStalled,
 }
 

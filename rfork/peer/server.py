@@ -23,7 +23,7 @@ from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
 from rfork.peer import codec
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
-from rfork.settings import Settings, TlsSettings
+from rfork.settings import Settings, TlsSettings, host_port
 from rfork.transport.base import Endpoint
 from rfork.transport.tls import server_context
 
@@ -110,7 +110,7 @@ class PeerServer:
     @property
     def address(self) -> str:
         """host:port that others are told."""
-        return f"{self._settings.reachable_at}:{self._port}"
+        return host_port(self._settings.reachable_at, self._port)
 
     def start(self) -> None:
         """Listen; raises PortInUse."""
@@ -141,7 +141,7 @@ class PeerServer:
         servicer = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         await servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
-        where = f"{self._settings.bind}:{self._settings.peer_port}"
+        where = host_port(self._settings.bind, self._settings.peer_port)
         try:
             credentials = server_credentials(self._settings.tls)
             if credentials is None:

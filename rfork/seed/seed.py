@@ -93,6 +93,8 @@ class Seed:
             self._peer.start()
         except BaseException:
             self._close_servers()
+            if self._planner is not None:
+                self._planner.close()
             raise
         self.board.subscribe(self._tell)
         if self._heartbeat is not None:

@@ -50,7 +50,7 @@ class Fleet:
         arguments = ["seed", str(model or self.model), "--name", name, "--planner", self.url, "--json"]
         if rate is not None:
             arguments += ["--egress-rate", rate]
-        process = self._start(*arguments, until=READY, environment={"RFORK_TRANSPORTS": '["http"]'})
+        process = self._start(*arguments, until=READY, environment={"RFORK_TRANSPORTS": "http"})
         self.seeds[event(process)["instance_id"]] = process
         return process
 
@@ -74,7 +74,7 @@ class Fleet:
             ),
             *more,
             environment={
-                "RFORK_TRANSPORTS": '["http"]',
+                "RFORK_TRANSPORTS": "http",
                 # One chunk in flight: a slow seed sends something every half second.
                 "RFORK_WINDOW": "1",
                 "RFORK_STALL_S": "3",

@@ -77,7 +77,7 @@ def _play(folder: Path, bare: Path, egress_rate: int, children: Children) -> Ver
     environment = {
         "RFORK_PLANNER": url,
         "RFORK_EGRESS_RATE": str(egress_rate),
-        "RFORK_TRANSPORTS": '["http"]',
+        "RFORK_TRANSPORTS": "http",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_VERBOSITY": "error",

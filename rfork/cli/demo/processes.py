@@ -47,7 +47,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **environment},
+            env={**_without_settings(os.environ), **environment},
         )
         self._threads = [
             threading.Thread(target=self._read_events, name=f"{name}-out", daemon=True),
@@ -119,6 +119,11 @@ class Child:
 
     def _last_words(self) -> str:
         return "".join(f"\n  {line}" for line in self._errors[-5:])
+
+
+def _without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The demo is the same whatever rfork settings the user's shell exports."""
+    return {name: value for name, value in environment.items() if not name.startswith("RFORK_")}
 
 
 def _pipe(stream: IO[str] | None) -> IO[str]:

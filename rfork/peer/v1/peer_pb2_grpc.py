@@ -30,8 +30,8 @@ class PeerStub:
     Each call but grpc.health.v1 carries the lease token as metadata "authorization: Bearer TOKEN".
 
     Errors: PERMISSION_DENIED (the lease is expired, forged or for another source), NOT_FOUND (no such
-    channel), RESOURCE_EXHAUSTED (no place for a further reader), ABORTED (the weights changed: another
-    generation), UNAVAILABLE (draining), FAILED_PRECONDITION (a relay that does not know its manifest yet).
+    channel), INVALID_ARGUMENT (another layout), RESOURCE_EXHAUSTED (no place for a further reader, or
+    draining), ABORTED (the weights changed: another generation).
     """
 
     def __init__(self, channel):
@@ -67,13 +67,14 @@ class PeerServicer:
     Each call but grpc.health.v1 carries the lease token as metadata "authorization: Bearer TOKEN".
 
     Errors: PERMISSION_DENIED (the lease is expired, forged or for another source), NOT_FOUND (no such
-    channel), RESOURCE_EXHAUSTED (no place for a further reader), ABORTED (the weights changed: another
-    generation), UNAVAILABLE (draining), FAILED_PRECONDITION (a relay that does not know its manifest yet).
+    channel), INVALID_ARGUMENT (another layout), RESOURCE_EXHAUSTED (no place for a further reader, or
+    draining), ABORTED (the weights changed: another generation).
     """
 
     def GetManifest(self, request, context):
         """The manifest as a stream of parts, so that any number of tensors fits. The first part has the
-        summary; then come the tensor specs, if asked for, then the digests.
+        summary; then come the tensor specs, if asked for, then the digests. A relay that does not know
+        its manifest yet answers once it does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,8 +138,8 @@ class Peer:
     Each call but grpc.health.v1 carries the lease token as metadata "authorization: Bearer TOKEN".
 
     Errors: PERMISSION_DENIED (the lease is expired, forged or for another source), NOT_FOUND (no such
-    channel), RESOURCE_EXHAUSTED (no place for a further reader), ABORTED (the weights changed: another
-    generation), UNAVAILABLE (draining), FAILED_PRECONDITION (a relay that does not know its manifest yet).
+    channel), INVALID_ARGUMENT (another layout), RESOURCE_EXHAUSTED (no place for a further reader, or
+    draining), ABORTED (the weights changed: another generation).
     """
 
     @staticmethod

@@ -33,8 +33,8 @@ class PeerStub:
     Each call but grpc.health.v1 carries the lease token as metadata "authorization: Bearer TOKEN".
 
     Errors: PERMISSION_DENIED (the lease is expired, forged or for another source), NOT_FOUND (no such
-    channel), RESOURCE_EXHAUSTED (no place for a further reader), ABORTED (the weights changed: another
-    generation), UNAVAILABLE (draining), FAILED_PRECONDITION (a relay that does not know its manifest yet).
+    channel), INVALID_ARGUMENT (another layout), RESOURCE_EXHAUSTED (no place for a further reader, or
+    draining), ABORTED (the weights changed: another generation).
     """
 
     @_typing.overload
@@ -43,7 +43,8 @@ class PeerStub:
     def __new__(cls, channel: _aio.Channel) -> PeerAsyncStub: ...
     GetManifest: _grpc.UnaryStreamMultiCallable[_peer_pb2.GetManifestRequest, _peer_pb2.GetManifestResponse]
     """The manifest as a stream of parts, so that any number of tensors fits. The first part has the
-    summary; then come the tensor specs, if asked for, then the digests.
+    summary; then come the tensor specs, if asked for, then the digests. A relay that does not know
+    its manifest yet answers once it does.
     """
     OpenChannel: _grpc.UnaryUnaryMultiCallable[_peer_pb2.OpenChannelRequest, _peer_pb2.OpenChannelResponse]
     """Take a reader's place and learn how to read over one transport."""
@@ -60,14 +61,15 @@ class PeerAsyncStub(PeerStub):
     Each call but grpc.health.v1 carries the lease token as metadata "authorization: Bearer TOKEN".
 
     Errors: PERMISSION_DENIED (the lease is expired, forged or for another source), NOT_FOUND (no such
-    channel), RESOURCE_EXHAUSTED (no place for a further reader), ABORTED (the weights changed: another
-    generation), UNAVAILABLE (draining), FAILED_PRECONDITION (a relay that does not know its manifest yet).
+    channel), INVALID_ARGUMENT (another layout), RESOURCE_EXHAUSTED (no place for a further reader, or
+    draining), ABORTED (the weights changed: another generation).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetManifest: _aio.UnaryStreamMultiCallable[_peer_pb2.GetManifestRequest, _peer_pb2.GetManifestResponse]  # type: ignore[assignment]
     """The manifest as a stream of parts, so that any number of tensors fits. The first part has the
-    summary; then come the tensor specs, if asked for, then the digests.
+    summary; then come the tensor specs, if asked for, then the digests. A relay that does not know
+    its manifest yet answers once it does.
     """
     OpenChannel: _aio.UnaryUnaryMultiCallable[_peer_pb2.OpenChannelRequest, _peer_pb2.OpenChannelResponse]  # type: ignore[assignment]
     """Take a reader's place and learn how to read over one transport."""
@@ -83,8 +85,8 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
     Each call but grpc.health.v1 carries the lease token as metadata "authorization: Bearer TOKEN".
 
     Errors: PERMISSION_DENIED (the lease is expired, forged or for another source), NOT_FOUND (no such
-    channel), RESOURCE_EXHAUSTED (no place for a further reader), ABORTED (the weights changed: another
-    generation), UNAVAILABLE (draining), FAILED_PRECONDITION (a relay that does not know its manifest yet).
+    channel), INVALID_ARGUMENT (another layout), RESOURCE_EXHAUSTED (no place for a further reader, or
+    draining), ABORTED (the weights changed: another generation).
     """
 
     @_abc_1.abstractmethod
@@ -94,7 +96,8 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_peer_pb2.GetManifestResponse], _abc.AsyncIterator[_peer_pb2.GetManifestResponse]]:
         """The manifest as a stream of parts, so that any number of tensors fits. The first part has the
-        summary; then come the tensor specs, if asked for, then the digests.
+        summary; then come the tensor specs, if asked for, then the digests. A relay that does not know
+        its manifest yet answers once it does.
         """
 
     @_abc_1.abstractmethod

@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 
-from rfork.errors import SettingsError, SourceGone, SourceStalled
+from rfork.errors import RforkError, SettingsError, SourceGone, SourceStalled
 from rfork.transport.transfer_engine.library import NativeEngine, new_engine
 
 Protocol = Literal["rdma", "tcp"]
@@ -121,7 +121,7 @@ def connect_engine(
     """
     probe(session, deadline)
     engine = Engine(host, protocol, devices)
-    outcome: list[TransferState | SourceGone] = []
+    outcome: list[TransferState | RforkError] = []
     decided = threading.Condition()
     abandoned = False
 
@@ -135,8 +135,8 @@ def connect_engine(
             wait = threading.Event()
             while (state := engine.state(read)) is TransferState.RUNNING:
                 wait.wait(0.0005)
-            result: TransferState | SourceGone = state
-        except SourceGone as error:
+            result: TransferState | RforkError = state
+        except RforkError as error:
             result = error
         with decided:
             outcome.append(result)
@@ -153,7 +153,7 @@ def connect_engine(
     if outcome[0] is TransferState.DONE:
         return engine
     engine.close()
-    if isinstance(outcome[0], SourceGone):
+    if isinstance(outcome[0], RforkError):
         raise outcome[0]
     raise SourceGone(f"{session} refused the first read over transfer_engine")
 

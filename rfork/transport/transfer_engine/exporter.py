@@ -32,7 +32,7 @@ class TransferEngineExporter:
         if len(areas) > MOST_AREAS:
             raise SettingsError(
                 f"the image lies in {len(areas)} memory areas, transfer_engine takes at most {MOST_AREAS}",
-                hint="use RFORK_TRANSPORTS='[\"http\"]', or load the model into fewer, larger allocations",
+                hint="use RFORK_TRANSPORTS=http, or load the model into fewer, larger allocations",
             )
         self._lock = threading.Lock()
         self._engine = Engine(host, protocol, devices)

@@ -106,7 +106,7 @@ def test_a_transport_with_a_bug_ends_its_feed(fleet: Fleet) -> None:
     feed = feed_of(fleet, fleet.source("a", image(1)), heard, dial=dial)
     feed.start()
     feed.join()
-    assert ["SourceGone"] == [error.kind for error in heard.failures]
+    assert ["TargetError"] == [error.kind for error in heard.failures]
     assert "ZeroDivisionError: a bug" in str(heard.failures[0])
 
 

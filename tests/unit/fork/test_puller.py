@@ -341,6 +341,57 @@ def test_a_planner_that_forgot_is_asked_anew(fleet: Fleet) -> None:
     assert (content(held), IMAGE_BYTES, 1) == (content(target.image), pulled.bytes_read, pulled.replans)
 
 
+def test_while_a_planner_that_forgot_knows_no_source_the_old_plan_holds(fleet: Fleet) -> None:
+    """A restarted planner that has not heard of the seeds yet does not end a fork whose source gives."""
+    held = image(1)
+    board = ChunkBoard(held.layout.chunks, [0, 1])
+    seed = fleet.source("a", held, board=board, manifest=held.manifest())
+
+    def nothing_yet() -> Plan:
+        for index in range(CHUNKS):
+            board.mark(index)
+        return plan(reason="no instance holds model")
+
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL)), nothing_yet]))
+    target.board.subscribe(lambda: target.puller.plan_again() if len(target.board) == 2 else None)
+    target.run()
+    assert (content(held), []) == (content(target.image), target.reasons)
+
+
+def test_a_source_of_other_weights_than_planned_is_refused(fleet: Fleet) -> None:
+    """The plan's weights count, not those of whoever answers first."""
+    odd, right = fleet.source("odd", image(1)), fleet.source("right", image(2))
+    assert right.manifest is not None
+    weights_id = right.manifest.weights_id
+
+    def planned(seed: Seed) -> Plan:
+        return plan(route(seed, ALL)).model_copy(update={"weights_id": weights_id})
+
+    script = Script([lambda: planned(odd), lambda: planned(right)])
+    target = Target(fleet, script)
+    target.run()
+    assert content(right.image) == content(target.image)
+    assert [("odd", "source", "SourceChanged")] == script.faults
+
+
+def test_this_side_s_own_failure_is_not_the_source_s(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory while a chunk is digested: the planner hears of a target's fault."""
+    seed = fleet.source("a", image(1))
+    script = Script([lambda: plan(route(seed, ALL))])
+    target = Target(fleet, script)
+    digest = target.image.digest
+    failures = iter([MemoryError("no more")])
+
+    def failing_once(chunk: int) -> bytes:
+        for failure in failures:
+            raise failure
+        return digest(chunk)
+
+    monkeypatch.setattr(target.image, "digest", failing_once)
+    target.run()
+    assert [("a", "target", "TargetError")] == script.faults
+
+
 @pytest.mark.parametrize(
     ("answer", "error", "said"),
     [

@@ -259,6 +259,24 @@ def test_a_progress_callback_that_fails_does_not_end_the_fork(fleet: Fleet) -> N
     report.seed.close()
 
 
+def test_a_fallback_that_puts_new_tensors_in_place_makes_no_seed(fleet: Fleet) -> None:
+    """The captured memory is no longer the module's: the model serves, and nobody is given stale bytes."""
+
+    def rebind(module: nn.Module) -> None:
+        module.load_state_dict(Model(2.0).state_dict(), assign=True)
+
+    planner = planning(lambda: plan(reason="nobody"))
+    report = session(fleet, Model(1.0), planner, Fallback("rebinding", rebind)).run()
+    assert report.seed is not None
+    assert ("fallback", "rebinding", "loading", 0) == (
+        report.outcome,
+        report.fallback,
+        report.seed.report().state,
+        len(report.seed.board),
+    )
+    report.seed.close()
+
+
 def test_a_planner_that_forgot_the_fork_is_asked_again(fleet: Fleet) -> None:
     """A planner that restarted does not know the fork: it is planned anew, with what is verified."""
     source, module = Model(0.0), Model(1.0)

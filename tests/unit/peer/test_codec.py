@@ -234,7 +234,6 @@ def test_an_error_of_the_source_arrives_as_itself(error: type[RforkError]) -> No
         (grpc.StatusCode.UNIMPLEMENTED, SourceGone),
         (grpc.StatusCode.DEADLINE_EXCEEDED, SourceStalled),
         (grpc.StatusCode.NOT_FOUND, SourceChanged),
-        (grpc.StatusCode.FAILED_PRECONDITION, SourceBusy),
     ],
 )
 def test_other_failures_of_a_call(code: grpc.StatusCode, expected: type[RforkError]) -> None:

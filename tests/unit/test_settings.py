@@ -1,0 +1,59 @@
+"""Options as users give them: by variable, by argument, and wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from rfork.errors import SettingsError
+from rfork.settings import PlannerSettings, Settings, load
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "option", "expected"),
+    [
+        ("RFORK_TRANSPORTS", "transfer_engine, http", "transports", ("transfer_engine", "http")),
+        ("RFORK_PLANNER", "http://p:1", "planner", "http://p:1"),
+        ("RFORK_PLANNER", "", "planner", None),
+        ("RFORK_WINDOW", "7", "window", 7),
+    ],
+)
+def test_a_variable_sets_its_option(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, option: str, expected: object
+) -> None:
+    """Lists are comma separated, and an empty variable is one that is not set."""
+    monkeypatch.setenv(variable, value)
+    assert expected == getattr(load(Settings), option)
+
+
+def test_an_argument_wins_over_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And an argument that was not given (None) leaves the variable its say."""
+    monkeypatch.setenv("RFORK_PLANNER_PORT", "1")
+    assert [1, 2] == [load(PlannerSettings, port=port).port for port in (None, 2)]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("RFORK_WINDOW", "many", "RFORK_WINDOW: Input should be a valid integer"),
+        ("RFORK_WINDOW", "0", "RFORK_WINDOW: Input should be greater than or equal to 1"),
+        ("RFORK_TRANSPORTS", "http,pigeon", "RFORK_TRANSPORTS"),
+        ("RFORK_PEER_PORT", "70000", "RFORK_PEER_PORT: Input should be less than or equal to 65535"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_one_line_that_names_its_variable(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, expected: str
+) -> None:
+    """Whatever pydantic found, the user reads which variable to mend."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SettingsError) as caught:
+        load(Settings)
+    assert (True, 1) == (str(caught.value).startswith(expected), len(str(caught.value).splitlines()))
+
+
+@pytest.mark.parametrize(
+    ("bind", "advertise", "expected"),
+    [("127.0.0.1", None, "127.0.0.1"), ("10.0.0.1", "seed-7", "seed-7"), ("10.0.0.1", None, "10.0.0.1")],
+)
+def test_others_are_told_an_address_they_can_reach(bind: str, advertise: str | None, expected: str) -> None:
+    """What is advertised wins over what is bound."""
+    assert expected == Settings(bind=bind, advertise=advertise).reachable_at

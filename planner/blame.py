@@ -61,7 +61,8 @@ def judge(
             continue
         if fault.error == GONE:
             accused = replace(accused, missing=True)
-        if _did_wrong(fault, accused):
+        # Bytes torn while the weights changed are no wrong either.
+        if _did_wrong(fault, accused) and _generation_read(fork, accused) == accused.report.generation:
             accused = replace(accused, quarantined_until=now + quarantine_s, quarantine=why)
         marked[fault.instance_id] = accused
     return Verdict(blames, once, tuple(marked.values()))

@@ -137,6 +137,8 @@ def _play(folder: Path, bare: Path, egress_rate: int, children: Children) -> Ver
                 raise ChildFailed(f"the forks did not end within {FORK_S:.0f} s")
             time.sleep(LOOK_S)
         scene.forks_ended()
+    if not err.is_terminal:
+        err.print()  # Live ends without one there
     results = {host: child.wait_for(_is_report, FORK_S) for host, child in sorted(forks.items())}
     return judge(scene, results)
 

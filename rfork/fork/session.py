@@ -36,7 +36,7 @@ from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.peer.base import Dial
 from rfork.peer.server import PeerServer, ServePeer
-from rfork.seed.seed import Identity, Seed, seal
+from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
 from rfork.transport.base import Transport
 from rfork.wire import ForkFinish, ForkProgress, ForkRequest, Plan, Route, SourceFault
@@ -131,18 +131,14 @@ class ForkSession:
             seed.fence()
             with self._watch.phase("fallback"):
                 name: str | None = fall_back(self._module, derived, self._fallbacks, reasons)
-            gives = image.same_memory(capture(self._module, exclude=self._exclude))
-            if gives:
+            if image.same_memory(capture(self._module, exclude=self._exclude)):
                 with self._watch.phase("digest"):
-                    seed.learn(seal(image))
-                for index in range(len(image.layout.chunks)):
-                    board.mark(index)
+                    seed.reseal()
             else:
                 log.warning("not a seed: the fallback put new tensors in the module's place", fallback=name)
             outcome: Outcome = "fallback"
         else:
-            name, outcome, gives = None, "forked", True
-        if gives:
+            name, outcome = None, "forked"
             seed.serve()
         manifest = seed.manifest
         report = ForkReport(

@@ -119,8 +119,18 @@ class Seed:
         self._tell()
         self.poke()
 
+    def reseal(self) -> None:
+        """The image is whole and may hold other weights than before: digest it, then be a seed."""
+        self.learn(seal(self.image))
+        for index in range(len(self.image.layout.chunks)):
+            self.board.mark(index)
+        self.serve()
+
     def fence(self) -> None:
-        """The weights are about to change: give nothing, and cut whoever reads the old ones."""
+        """The weights are about to change: give nothing, and cut whoever reads the old ones.
+
+        Once they have changed, `reseal` gives them.
+        """
         self.generation += 1
         self._manifest = None
         self._state = "loading"

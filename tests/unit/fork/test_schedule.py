@@ -239,3 +239,13 @@ def test_whatever_came_before_the_rest_can_be_read(steps: list[tuple[str, object
     while (read := schedule.take()) is not None:
         schedule.verified(read)
     assert schedule.complete
+
+
+def test_what_a_source_offered_before_it_was_given_up_is_void() -> None:
+    """Named by a later plan, it is read from only once its new channel has offered again."""
+    schedule = ready(a=(0, COUNT))
+    schedule.fail("a")
+    schedule.adopt({"a": ((0, COUNT),)})
+    before = schedule.take()
+    schedule.offer("a", ((0, 1),))
+    assert [None, Read("a", 0)] == [before, schedule.take()]

@@ -79,6 +79,18 @@ def test_no_lease_no_bytes() -> None:
         seed.admit("forged", 0, 1)
 
 
+def test_a_seed_that_was_fenced_gives_again_once_it_is_resealed() -> None:
+    """Under the new generation, with the digests of the bytes as they are now."""
+    with made() as seed:
+        seed.fence()
+        fenced = seed.report()
+        seed.reseal()
+        report = seed.report()
+    assert [("loading", 1, (), None), ("serving", 1, ((0, 3),), seal(IMAGE).weights_id)] == [
+        (told.state, told.generation, told.verified, told.weights_id) for told in (fenced, report)
+    ]
+
+
 def test_a_fence_cuts_readers_off() -> None:
     """From the fence on nothing is given, leases of the old generation are void, and the tag is another."""
     with made() as seed:

@@ -20,7 +20,7 @@ class ChunkBoard:
 
     def __init__(self, chunks: Chunks, verified: Iterable[int] = ()) -> None:
         self.chunks = chunks
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._verified = set(verified)
         self._listeners: list[Listener] = []
 
@@ -30,21 +30,21 @@ class ChunkBoard:
         return cls(chunks, range(len(chunks)))
 
     def mark(self, index: int) -> None:
-        """Say that chunk `index` is verified, and wake everyone who waits for it."""
-        with self._changed:
+        """Say that chunk `index` is verified."""
+        with self._lock:
             self._verified.add(index)
         self._tell()
 
     def clear(self) -> None:
         """Say that no chunk is valid any more (the weights changed)."""
-        with self._changed:
+        with self._lock:
             self._verified.clear()
         self._tell()
 
     @property
     def verified(self) -> tuple[ranges.Range, ...]:
         """The verified chunks as ranges of chunk indices."""
-        with self._changed:
+        with self._lock:
             return ranges.from_indices(self._verified)
 
     def __len__(self) -> int:
@@ -63,26 +63,20 @@ class ChunkBoard:
         """Whether every chunk that shares a byte with image range `[begin, end)` is verified."""
         return all(index in self._verified for index in self.chunks.covering(begin, end))
 
-    def wait_complete(self, timeout: float | None = None) -> bool:
-        """Block until the board is full, at most `timeout` seconds; whether it is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.complete, timeout)
-
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener` after every change, on the thread that made it; returns the way to stop."""
-        with self._changed:
+        with self._lock:
             self._listeners.append(listener)
 
         def unsubscribe() -> None:
-            with self._changed:
+            with self._lock:
                 if listener in self._listeners:
                     self._listeners.remove(listener)
 
         return unsubscribe
 
     def _tell(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        with self._lock:
             listeners = list(self._listeners)
         for listener in listeners:
             listener()

@@ -76,7 +76,6 @@ class Seed:
         self._governor = Governor(settings.egress_rate)
         self._listeners: list[Callable[[], None]] = []
         self._lock = threading.Lock()
-        self._acknowledged = threading.Event()
         self._serve_peer = serve_peer
         self._peer: PeerService | None = None
         self._planner = planner
@@ -144,8 +143,8 @@ class Seed:
             self._heartbeat.poke()
 
     def wait_acknowledged(self, timeout: float) -> bool:
-        """Block until the planner has answered a report for the first time; whether it has."""
-        return self._acknowledged.wait(timeout)
+        """Block until the planner has answered the latest report; whether it has."""
+        return self._heartbeat is not None and self._heartbeat.wait_connected(timeout)
 
     def drain(self, timeout: float) -> bool:
         """Take no new readers, and wait for those there are; whether all have finished."""
@@ -296,7 +295,6 @@ class Seed:
 
     def _on_ack(self, ack: InstanceAck) -> None:
         self.learn_key(ack.lease_key)
-        self._acknowledged.set()
 
 
 def seal(image: Image) -> Manifest:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from rfork.image.board import ChunkBoard
@@ -49,17 +47,3 @@ def test_marks_are_told_until_unsubscribed() -> None:
     leave()
     board.mark(0)
     assert [((1, 2),), ((1, 3),), ()] == heard
-
-
-def test_waiting_ends_when_the_board_is_full() -> None:
-    """Who waits for completion is woken by the last chunk."""
-    board = ChunkBoard(CHUNKS, range(4))
-    marker = threading.Thread(target=board.mark, args=(4,))
-    marker.start()
-    assert board.wait_complete(timeout=30)
-    marker.join()
-
-
-def test_waiting_has_an_end() -> None:
-    """Who waits too long is told that the board is not full."""
-    assert not ChunkBoard(CHUNKS, [1]).wait_complete(timeout=0)

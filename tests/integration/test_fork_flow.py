@@ -236,12 +236,13 @@ def test_a_source_lost_in_mid_fork(
         assert "fallback" == report["outcome"]
 
 
-def test_an_interrupt_in_mid_fork(fleet: Fleet) -> None:
-    """Ctrl-C ends the command with 130; the planner has the lease back, and the instance is gone."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_in_mid_fork(fleet: Fleet, number: signal.Signals) -> None:
+    """Ctrl-C, or an orderly end, is exit code 130; the planner has the lease back, the instance is gone."""
     fleet.seed(rate=SLOW)
     process = fleet.pull()
     in_mid_fork(process)
-    process.signal(signal.SIGINT)
+    process.signal(number)
     assert 130 == process.wait()
     views = fleet.client.forks(model="tiny")
     assert [("failed", "interrupted")] == [

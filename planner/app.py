@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -9,16 +12,22 @@ from fastapi.openapi.utils import get_openapi
 
 import rfork
 from planner import problems
+from planner.api.events import events_router
 from planner.api.forks import forks_router
 from planner.api.health import health_router
 from planner.api.instances import instances_router
 from planner.api.models import models_router
+from planner.auth import OPEN_PATHS, SECURITY_SCHEME, Auth, role_needed
+from planner.compat.ascend import ascend_router
+from planner.events import Events
 from planner.leases import Clock
+from planner.limits import RateLimit
 from planner.metrics import Metrics
-from planner.middleware import OPEN_PATHS, BearerToken, BodyLimit, RequestLog
-from planner.registry import Registry
-from planner.store.base import Store
+from planner.middleware import BodyLimit, Guard, RequestLog
+from planner.registry import SWEEP_S, Registry
+from planner.store.base import Store, StoreUnavailable
 from planner.store.memory import MemoryStore
+from rfork.logs import logger
 from rfork.settings import PlannerSettings
 from rfork.wire import Problem
 
@@ -36,8 +45,14 @@ Times are in seconds, sizes in bytes, chunk ranges half-open. Errors are RFC 945
 class PlannerApp(FastAPI):
     """Adds to the OpenAPI document what routes alone do not tell: the problem's schema and the token."""
 
-    def __init__(self, *, guarded: bool) -> None:
-        super().__init__(title="rfork planner", version=rfork.__version__, description=DESCRIPTION)
+    def __init__(self, registry: Registry, *, guarded: bool) -> None:
+        super().__init__(
+            title="rfork planner",
+            version=rfork.__version__,
+            description=DESCRIPTION,
+            lifespan=lambda _: living(registry),
+        )
+        self.events = Events(registry.state)
         self._guarded = guarded
         self._document: dict[str, Any] | None = None
 
@@ -54,32 +69,77 @@ class PlannerApp(FastAPI):
         components = document.setdefault("components", {})
         components.setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
         if self._guarded:
-            components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+            components["securitySchemes"] = {"token": dict(SECURITY_SCHEME)}
             document["security"] = [{"token": []}]
-            for path in OPEN_PATHS:
-                for operation in document["paths"][path].values():
+        for path, methods in document["paths"].items():
+            for method, operation in methods.items():
+                if path in OPEN_PATHS:
                     operation["security"] = []
+                    continue
+                operation["x-rfork-role"] = role_needed(method.upper(), path) or "operator"
         return document
 
 
-def create_app(settings: PlannerSettings, clock: Clock | None = None, store: Store | None = None) -> FastAPI:
-    """Build the application; `clock` and `store` default to this machine's clocks and memory."""
-    metrics = Metrics()
-    registry = Registry(
-        settings, store or MemoryStore(keep_forks=settings.keep_forks), clock or Clock(), metrics
+def make_store(settings: PlannerSettings, clock: Clock) -> Store:
+    """The store that the settings name; not started."""
+    if settings.store == "memory":
+        return MemoryStore(clock, keep_forks=settings.keep_forks)
+    from planner.store.redis import RedisStore
+
+    return RedisStore(
+        settings.store, clock, keep_forks=settings.keep_forks, timeout_s=settings.store_timeout_s
     )
-    app = PlannerApp(guarded=settings.token is not None)
-    problems.install(app)
+
+
+@contextlib.asynccontextmanager
+async def living(registry: Registry) -> AsyncIterator[None]:
+    """Connect the store, and look after what falls silent while nobody asks."""
+    try:
+        await registry.store.start()
+    except StoreUnavailable as error:  # it goes on trying; until then /readyz says so
+        logger("planner.app").error("the planner waits for its store", reason=str(error))
+    sweeper = asyncio.create_task(_sweep(registry), name="rfork-sweep")
+    try:
+        yield
+    finally:
+        sweeper.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sweeper
+        await registry.store.stop()
+
+
+async def _sweep(registry: Registry) -> None:
+    log = logger("planner.app")
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        try:
+            await registry.sweep()
+        except Exception:  # the task's outermost edge: one sweep that fails must not be the last
+            log.exception("sweep failed")
+
+
+def create_app(
+    settings: PlannerSettings, clock: Clock | None = None, store: Store | None = None
+) -> PlannerApp:
+    """Build the application; `clock` and `store` default to this machine's clocks and memory."""
+    metrics, clock = Metrics(), clock or Clock()
+    registry = Registry(settings, store or make_store(settings, clock), clock, metrics)
+    auth = Auth(settings, clock.monotonic)
+    app = PlannerApp(registry, guarded=auth.guarded)
+    problems.install(app, metrics.store_unavailable)
     # The one added last is met first: the log sees every request, the limit only those let in.
-    app.add_middleware(BodyLimit)
-    if settings.token is not None:
-        app.add_middleware(BearerToken, token=settings.token.get_secret_value())
+    app.add_middleware(BodyLimit, limit=settings.max_body, refused=metrics.refused)
+    rate = RateLimit(settings.rate_limit, clock.monotonic) if settings.rate_limit else None
+    if auth.guarded or rate is not None:
+        app.add_middleware(Guard, auth=auth, rate=rate, refused=metrics.refused)
     app.add_middleware(RequestLog)
     for router in (
         instances_router(registry),
         forks_router(registry),
         models_router(registry),
+        events_router(registry, app.events),
         health_router(registry, metrics),
+        ascend_router(registry),
     ):
         app.include_router(router)
     return app

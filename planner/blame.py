@@ -70,8 +70,8 @@ def judge(
 
 def _generation_read(fork: ForkRecord | None, accused: InstanceRecord) -> int:
     """The generation that the fork was sent to read; what the source reports now where that is not known."""
-    routes = fork.plan.routes if fork else ()
-    read = (route.generation for route in routes if route.source_id == accused.report.instance_id)
+    reads = fork.reads if fork else ()
+    read = (read.generation for read in reads if read.source_id == accused.report.instance_id)
     return next(read, accused.report.generation)
 
 

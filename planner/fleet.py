@@ -1,21 +1,46 @@
-"""The values that the policy decides over: frozen, without clocks or sockets."""
+"""The values that the policy decides over: frozen, without clocks or sockets.
+
+Rates are bytes a second, times are in the seconds of `now`, chunk ranges half-open and normalised.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from rfork.image.ranges import Range, count
-from rfork.wire import InstanceState
+from rfork.wire import InstanceState, StorageKind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where an instance runs."""
 
     host: str
     rack: str | None = None
     zone: str | None = None
+    nvlink: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Something an instance could read its image from by itself."""
+
+    kind: StorageKind
+    uri: str = ""
+    origin: str | None = None
+    """What tells these files from others before any chunk is read; none for a loader."""
+    weights_id: str | None = None
+    """Of a snapshot, whose manifest is known beforehand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Chunks that a target reads from one source; its own instance_id stands for its own storage."""
+
+    source_id: str
+    chunks: tuple[Range, ...]
 
 
 @dataclass(frozen=True)
@@ -30,46 +55,75 @@ class Source:
     chunk_count: int
     state: InstanceState
     verified: tuple[Range, ...]
-    """Chunks it can give, normalised."""
+    """Chunks it can give."""
     transports: tuple[str, ...]
     """Best first."""
     place: Place
     max_readers: int
     expires_at: float
-    """When it is forgotten, in the seconds of `now`."""
+    """When it is forgotten."""
+    draft: str | None = None
+    """Origin of its chunks where these were not sealed yet when it got the first."""
+    storage: tuple[Storage, ...] = ()
+    """What it could read by itself, best first."""
+    weight: float = 1.0
+    """Share of the readers it wants, beside others that say 1."""
+    egress_rate: float | None = None
+    """What it gives at most, if it says so."""
+    ingress_rate: float | None = None
+    """The fastest it has been seen to read, if it has."""
+    slow: bool = False
+    """It has been seen to fall behind its own sources: nobody should wait for it."""
     quarantined_until: float = 0.0
     quarantine: str = ""
     """Why it is quarantined."""
 
-    @property
+    @cached_property
     def watermark(self) -> int:
         """How many chunks it can give."""
         return count(self.verified)
 
-    @property
+    @cached_property
     def complete(self) -> bool:
         """Whether it holds every chunk of weights that it can name: it waits for nobody."""
         return self.weights_id is not None and self.watermark == self.chunk_count
 
 
+@dataclass(frozen=True, order=True, slots=True)
+class Holders:
+    """How many hold one content; the greater is preferred."""
+
+    fit_seeds: int = 0
+    seeds: int = 0
+    instances: int = 0
+    generation: int = 0
+
+
 @dataclass(frozen=True)
 class Group:
-    """What is known of all that hold, or are getting, one rank of one model."""
+    """What is known of all that hold, or are getting, one rank of one model.
+
+    The mappings may be views of a registry's own: the policy only reads them, and decides at once.
+    """
 
     model: str
     rank_key: str
     sources: Mapping[str, Source]
     """By instance_id."""
-    readers: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """The forks that read from an instance, by its instance_id."""
-    parents: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The instances that a target reads from now, by the target's instance_id."""
+    readers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By instance_id: the forks that read from it, and what part of all that each reads it reads there: of a
+    target's link at full speed, that much is its."""
+    shares: Mapping[str, tuple[Share, ...]] = field(default_factory=dict)
+    """By the target's instance_id: what it reads now, and from whom."""
+    candidates: tuple[str, ...] | None = None
+    """The instances worth a look for these demands, where the group is large; none: all of them."""
+    holders: Mapping[tuple[str | None, str | None], Holders] | None = None
+    """Who holds what of the demands' layout, by (weights_id, draft), where `candidates` are not all."""
+    other_layouts: Mapping[str, int] = field(default_factory=dict)
+    """How many instances hold another layout than the demands', by layout_id; where there are any, one of
+    them is among the candidates."""
     other_ranks: tuple[str, ...] = ()
     """Keys of the model's ranks that somebody does hold, for the reason of a plan without routes."""
-
-    def other_readers(self, source: Source, fork_id: str) -> int:
-        """How many forks other than `fork_id` read from the source."""
-        return len(self.readers.get(source.instance_id, frozenset()) - {fork_id})
 
 
 @dataclass(frozen=True)
@@ -79,7 +133,9 @@ class Demand:
     fork_id: str
     target: Source
     blamed: Mapping[str, str] = field(default_factory=dict)
-    """Instances that failed this fork, and how."""
+    """Instances that failed this fork, and how; its own id stands for its own storage."""
+    current: tuple[Share, ...] = ()
+    """What it reads now, to be kept while that is good."""
 
 
 @dataclass(frozen=True)
@@ -93,20 +149,28 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Decision:
-    """The routes of a plan; where there are none, `reason` says why."""
+    """What one target reads from peers and from its own storage; where nothing, `reason` says why."""
 
     weights_id: str | None
     assignments: tuple[Assignment, ...]
     reason: str
+    draft: str | None = None
+    storage: tuple[tuple[Storage, tuple[Range, ...]], ...] = ()
+    """What it is elected to read by itself, for itself and for all that wait behind it."""
     full: bool = False
-    """Whether a source would serve once one of its readers has finished."""
+    """Whether asking again soon may give (more) routes: a source has no place now, or waits for its own."""
     other_layout: str | None = None
     """Whom to compare with (instance_id), where all that hold the model hold another layout."""
 
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """What the target reads from peers (its storage is told by `storage`)."""
+        return tuple(Share(each.source_id, each.chunks) for each in self.assignments)
+
 
 def distance(left: Place, right: Place) -> int:
-    """0 on one host, 1 in one rack, 2 in one zone, 3 beyond or where it is not known."""
-    if left.host == right.host:
+    """0 on one host or in one NVLink domain, 1 in one rack, 2 in one zone, 3 beyond or not known."""
+    if left.host == right.host or (left.nvlink is not None and left.nvlink == right.nvlink):
         return 0
     same_zone = left.zone == right.zone
     if left.rack is not None and left.rack == right.rack and same_zone:

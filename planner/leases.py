@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
 
 from rfork.control.lease import LeaseClaims, decode_key, derive_key, sign
+from rfork.errors import SettingsError
 from rfork.wire import Lease
+
+INSTANCES_KEPT: Final = 32_768
+"""Whose keys are remembered rather than derived again: about 700 bytes each."""
 
 
 @dataclass(frozen=True)
@@ -19,18 +25,38 @@ class Clock:
     unix: Callable[[], float] = time.time
 
 
-class LeaseMint:
-    """Signs leases under keys derived from one secret."""
+@dataclass(frozen=True)
+class _Keys:
+    """What is derived for one instance."""
 
-    def __init__(self, secret: str | None, *, ttl_s: float, clock: Clock) -> None:
-        """`secret` None draws a new one: leases from before a restart are then no longer accepted."""
-        self._secret = secret.encode() if secret else os.urandom(32)
+    told: tuple[str, ...]
+    """Base64url, the newest first."""
+    signs: bytes
+
+
+class LeaseMint:
+    """Signs leases under keys derived from the first of its secrets; the others are on their way out.
+
+    To change the secret, restart with ``NEW,OLD``, and with ``NEW`` alone once every lease signed under
+    the old one has ended: all sources check with the keys of both.
+    """
+
+    def __init__(self, secrets: Sequence[str], *, ttl_s: float, clock: Clock) -> None:
+        """No `secrets` draws a new one: leases from before a restart are then no longer accepted.
+
+        Raises SettingsError for an empty secret, which anyone could derive keys from.
+        """
+        if not all(secrets):
+            raise SettingsError("RFORK_PLANNER_SECRET: one of the secrets is empty")
+        # In order, each once: a source need not try the same key twice.
+        self._secrets = tuple(dict.fromkeys(each.encode() for each in secrets)) or (os.urandom(32),)
         self._ttl_s = ttl_s
         self._clock = clock
+        self._keys = lru_cache(INSTANCES_KEPT)(self._derive)
 
-    def key_of(self, instance_id: str) -> str:
-        """The key (base64url) that the instance checks tokens with."""
-        return derive_key(self._secret, instance_id)
+    def keys_of(self, instance_id: str) -> tuple[str, ...]:
+        """The keys (base64url, the newest first) that the instance checks tokens with."""
+        return self._keys(instance_id).told
 
     def lease(
         self, *, fork_id: str, source_id: str, layout_id: str, weights_id: str | None, generation: int
@@ -44,5 +70,8 @@ class LeaseMint:
             generation=generation,
             expires_at=self._clock.unix() + self._ttl_s,
         )
-        token = sign(claims, decode_key(self.key_of(source_id)))
-        return Lease(token=token, expires_in_s=self._ttl_s)
+        return Lease(token=sign(claims, self._keys(source_id).signs), expires_in_s=self._ttl_s)
+
+    def _derive(self, instance_id: str) -> _Keys:
+        told = tuple(derive_key(secret, instance_id) for secret in self._secrets)
+        return _Keys(told, decode_key(told[0]))

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter as Tally
 from collections.abc import Iterable
 from typing import Final, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 
 from planner.store.records import ForkRecord, InstanceRecord
 from rfork import errors
-from rfork.wire import ForkFinish, InstanceState, SourceFault, SourceKind
+from rfork.wire import ForkFinish, InstanceState, Outcome, SourceFault, SourceKind, StorageKind, source_kind
 
 ERROR_KINDS: Final = frozenset(
     name
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, errors.RforkError)
 )
-SOURCE_KINDS: Final[tuple[str, ...]] = get_args(SourceKind)
-BUCKETS: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+REFUSALS: Final = (
+    "unauthorized", "forbidden", "too-many-requests", "body-too-large", "request-timeout", "other",
+)  # fmt: skip
+"""Problems (the last part of their type) that whoever guards the routes answers with."""
+PLAN_SECONDS: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+TOGETHER: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+EFFICIENCY: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
+MOST_BYTES: Final = 1 << 60
+"""What one source of one fork can be told to have given; a counter must not overflow for one caller."""
 
 
 class Metrics:
@@ -25,37 +42,46 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._instances = Gauge(
-            "rfork_planner_instances", "Instances known", ["state"], registry=self.registry
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        self._instances = self._gauge("instances", "Instances known", "state")
+        self._live = self._gauge("live_forks", "Forks under way: with a plan, or without one", "state")
+        self._leases = self._gauge("active_leases", "Routes of the forks under way")
+        self._readers = self._gauge("storage_readers", "Forks under way elected to read storage", "kind")
+        self._forks = self._counter("forks", "Forks that ended", "outcome")
+        self._fallbacks = self._counter(
+            "fallbacks", "Forks that loaded otherwise: what, and the last error before", "fallback", "reason"
         )
-        self._leases = Gauge(
-            "rfork_planner_active_leases", "Routes of the forks under way", registry=self.registry
+        self._faults = self._counter("source_faults", "Faults that targets reported", "fault", "error")
+        self._quarantines = self._counter("quarantines", "Sources put into quarantine")
+        self._bytes = self._counter(
+            "verified_bytes", "Bytes verified by forks that ended: from peers, or what storage gave", "source"
         )
-        self._forks = Counter("rfork_planner_forks", "Forks that ended", ["outcome"], registry=self.registry)
-        self._fallbacks = Counter(
-            "rfork_planner_fallbacks",
-            "Forks that loaded otherwise: what, and the last error before",
-            ["fallback", "reason"],
-            registry=self.registry,
+        self._refused = self._counter("refused_requests", "Requests that met no route", "reason")
+        self._conflicts = self._counter(
+            "store_conflicts", "Changes made anew because another replica was quicker"
         )
-        self._faults = Counter(
-            "rfork_planner_source_faults",
-            "Faults that targets reported",
-            ["fault", "error"],
-            registry=self.registry,
-        )
-        self._quarantines = Counter(
-            "rfork_planner_quarantines", "Sources put into quarantine", registry=self.registry
-        )
-        self._bytes = Counter(
-            "rfork_planner_verified_bytes",
-            "Bytes verified by forks that ended",
-            ["source"],
-            registry=self.registry,
-        )
+        self._unavailable = self._counter("store_unavailable", "Changes that the store did not take")
         self.plan_seconds = Histogram(
-            "rfork_planner_plan_seconds", "Time to make one plan", buckets=BUCKETS, registry=self.registry
+            "rfork_planner_plan_seconds",
+            "Time to make one plan",
+            buckets=PLAN_SECONDS,
+            registry=self.registry,
         )
+        self._together = Histogram(
+            "rfork_planner_plan_forks", "Forks planned together", buckets=TOGETHER, registry=self.registry
+        )
+        self._efficiency = Histogram(
+            "rfork_planner_fork_efficiency",
+            "Image bytes over the seconds of the transfer, against the fastest second's rate",
+            buckets=EFFICIENCY,
+            registry=self.registry,
+        )
+        self._show_zeros()
+
+    def planned(self, together: int) -> None:
+        """So many forks share one plan that was made."""
+        self._together.observe(together)
 
     def fault(self, fault: SourceFault) -> None:
         """A target reported a source."""
@@ -69,27 +95,63 @@ class Metrics:
         """A fork ended."""
         self._forks.labels(finish.outcome).inc()
         for source, verified_bytes in finish.sources.items():
-            self._bytes.labels(_source_kind(source)).inc(verified_bytes)
+            self._bytes.labels(source_kind(source)).inc(min(max(verified_bytes, 0), MOST_BYTES))
         if finish.outcome == "fallback":
-            fallback = _source_kind(finish.fallback) if finish.fallback else "loader"
+            fallback = source_kind(finish.fallback) if finish.fallback else "loader"
             self._fallbacks.labels(fallback, _error_kind(finish.reasons[-1] if finish.reasons else "")).inc()
+        if finish.efficiency is not None and math.isfinite(finish.efficiency):
+            self._efficiency.observe(finish.efficiency)
+
+    def refused(self, slug: str) -> None:
+        """A request was turned away before a route saw it; `slug` is the last part of the problem's type."""
+        self._refused.labels(slug if slug in REFUSALS else "other").inc()
+
+    def store_conflict(self) -> None:
+        """Another replica changed a group first: its plan is made anew."""
+        self._conflicts.inc()
+
+    def store_unavailable(self) -> None:
+        """The store did not take a change."""
+        self._unavailable.inc()
 
     def exposition(self, instances: Iterable[InstanceRecord], live: Iterable[ForkRecord]) -> bytes:
-        """All metrics in Prometheus' text format."""
-        states = [record.source.state for record in instances]
+        """All metrics in Prometheus' text format; the gauges are counted now, in one pass over each."""
+        # Not by `record.source`, which a heartbeat since the last plan has to build first.
+        states = Tally("draining" if record.drained else record.report.state for record in instances)
+        forks: Tally[str] = Tally()
+        readers: Tally[str] = Tally()
+        leases = 0
+        for fork in live:
+            forks[fork.state] += 1
+            leases += len(fork.reads)
+            if fork.storage:
+                readers.update({read.kind for read in fork.storage})
         for state in get_args(InstanceState):
-            self._instances.labels(state).set(states.count(state))
-        self._leases.set(sum(len(fork.sources) for fork in live))
+            self._instances.labels(state).set(states[state])
+        for fork_state in ("planning", "running"):
+            self._live.labels(fork_state).set(forks[fork_state])
+        for kind in get_args(StorageKind):
+            self._readers.labels(kind).set(readers[kind])
+        self._leases.set(leases)
         return generate_latest(self.registry)
+
+    def _show_zeros(self) -> None:
+        """What has not happened yet is 0 rather than missing, so that the first time shows as a rise."""
+        for outcome in get_args(Outcome):
+            self._forks.labels(outcome)
+        for kind in get_args(SourceKind):
+            self._bytes.labels(kind)
+        for reason in REFUSALS:
+            self._refused.labels(reason)
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(f"rfork_planner_{name}", what, labels, registry=self.registry)
+
+    def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
+        return Gauge(f"rfork_planner_{name}", what, labels, registry=self.registry)
 
 
 def _error_kind(reason: str) -> str:
     """The error class that a reason (`SourceStalled: …`) begins with; `other` where it is none of ours."""
     kind = reason.partition(":")[0].strip()
     return kind if kind in ERROR_KINDS else "other"
-
-
-def _source_kind(source: str) -> str:
-    """The kind that a source's name (`checkpoint:…`) begins with; all other names are peers'."""
-    kind = source.partition(":")[0]
-    return kind if kind in SOURCE_KINDS else "peer"

@@ -1,25 +1,38 @@
-"""What every request passes before it reaches a route: its id and log line, the token, the size limit."""
+"""What every request passes before it reaches a route: its id and log line, the door, its body.
+
+Each is plain ASGI and looks at the raw headers: a fleet's heartbeats pass here thousands of times a second.
+"""
 
 from __future__ import annotations
 
-import hmac
+import asyncio
+import itertools
+import logging
+import math
 import re
 import secrets
 import time
+from collections.abc import Callable
 from typing import Final
+from urllib.parse import quote
 
 import structlog
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from planner.auth import OPEN_PATHS, Auth
+from planner.limits import RateLimit
 from planner.problems import ProblemError, problem_response
 from rfork.logs import logger
 
-OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
-MAX_BODY: Final = 4 << 20
-"""Bytes; a report of an image of 512 chunks is below 20 KB."""
-REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+BODY_S: Final = 10.0
+"""Seconds within which a request's body has to be here, whole; a client's own call times out before."""
+CLIENT_LEFT: Final = 499
+"""Logged as the status of a request whose client went away before the answer, as nginx does."""
+REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+
+
+Refused = Callable[[str], None]
+"""Told the slug of each problem that a request ends with before its route."""
 
 
 class RequestLog:
@@ -28,82 +41,166 @@ class RequestLog:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._log = logger("planner.http")
+        self._level = logging.getLogger("planner.http")
+        self._prefix = secrets.token_hex(4)
+        self._numbers = itertools.count(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+        given = header(scope, b"x-request-id")
+        if given is not None and REQUEST_ID.fullmatch(given):
+            request_id = given.decode("ascii")
+        else:
+            request_id = f"{self._prefix}-{next(self._numbers)}"
         scope["request_id"] = request_id
-        status = 500
+        status = CLIENT_LEFT
         began = time.perf_counter()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("ascii"))]
             await send(message)
 
-        with structlog.contextvars.bound_contextvars(request_id=request_id):
-            try:
-                await self._app(scope, receive, send_with_id)
-            finally:
-                # A fleet's heartbeats are thousands of lines a second: only what went wrong is worth one.
-                log = self._log.info if status >= 400 else self._log.debug
+        bound = structlog.contextvars.bind_contextvars(request_id=request_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            # A fleet's heartbeats are thousands of lines a second: only what went wrong is worth one. Asked
+            # beforehand, because a line that is dropped costs as much as the rest of this class.
+            level = logging.INFO if status >= 400 else logging.DEBUG
+            if self._level.isEnabledFor(level):
                 seconds = round(time.perf_counter() - began, 6)
-                log("request", method=scope["method"], path=scope["path"], status=status, seconds=seconds)
+                # Quoted as it was sent: what it decodes to may move a terminal's cursor.
+                path = quote(scope["path"], safe="/:")
+                self._log.log(
+                    level, "request", method=scope["method"], path=path, status=status, seconds=seconds
+                )
+            structlog.contextvars.reset_contextvars(**bound)
 
 
-class BearerToken:
-    """Refuses whoever does not show the token; the health checks are open to all."""
+class Guard:
+    """The door: who asks, whether it asks too often, whether it may; the health checks are open to all."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, auth: Auth, rate: RateLimit | None, refused: Refused) -> None:
+        """`rate` None: as often as one likes."""
         self._app = app
-        self._expected = f"Bearer {token}".encode()
+        self._refused = refused
+        self._auth = auth
+        self._rate = rate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("authorization")
-        if given is not None and hmac.compare_digest(given.encode("latin-1"), self._expected):
+        problem = self._refusal(scope)
+        if problem is None:
             await self._app(scope, receive, send)
-            return
-        why = "the bearer token is wrong" if given else "this planner wants a bearer token"
-        problem = ProblemError(401, "unauthorized", why, headers={"WWW-Authenticate": "Bearer"})
-        await problem_response(problem, scope["path"])(scope, receive, send)
+        else:
+            self._refused(problem.slug)
+            await problem_response(problem, scope["path"])(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ProblemError | None:
+        authorization = header(scope, b"authorization")
+        caller = self._auth.caller(authorization)
+        if self._rate is not None:
+            client = scope.get("client")
+            # Guessed tokens all count as the one caller that they come from.
+            wait_s = self._rate.wait_s((caller.digest if caller else b"", client[0] if client else ""))
+            if wait_s > 0:
+                headers = {"Retry-After": str(math.ceil(wait_s))}
+                why = f"more requests than one caller may send: again in {wait_s:.1f} s"
+                return ProblemError(429, "too-many-requests", why, headers=headers)
+        return self._auth.refusal(scope["method"], scope["path"], authorization, caller)
 
 
 class BodyLimit:
-    """Refuses bodies above a size, before they are in memory whole."""
+    """Takes in each body before its route runs; refuses one that is too large, or too slow to come.
 
-    def __init__(self, app: ASGIApp, limit: int = MAX_BODY) -> None:
+    The routes read bodies whole in any case, so nothing is held here that would not be held there.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int, refused: Refused, within_s: float = BODY_S) -> None:
+        """`limit` in bytes."""
         self._app = app
+        self._refused = refused
         self._limit = limit
+        self._within_s = within_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        too_large = f"the body is larger than {self._limit} bytes"
-        announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdecimal() and int(announced) > self._limit:
-            problem = ProblemError(413, "body-too-large", too_large)
-            await problem_response(problem, scope["path"])(scope, receive, send)
+        announced = header(scope, b"content-length")
+        if announced is None and header(scope, b"transfer-encoding") is None:
+            # There is no body (RFC 9112, section 6.3).
+            await self._app(scope, receive, send)
             return
-        received = 0
+        try:
+            if announced is not None and announced.isdigit() and int(announced) > self._limit:
+                raise self._too_large()
+            async with asyncio.timeout(self._within_s):
+                taken = await self._take(receive)
+        except TimeoutError:
+            why = f"the body did not come within {self._within_s:g} s"
+            late = ProblemError(408, "request-timeout", why, headers={"Connection": "close"})
+            await self._answer(late, scope, receive, send)
+            return
+        except ProblemError as problem:
+            await self._answer(problem, scope, receive, send)
+            return
+        if taken is None:
+            return
+        waiting: Message | None = taken
 
-        async def receive_counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._limit:
-                raise HTTPException(413, too_large)
+        async def receive_taken() -> Message:
+            nonlocal waiting
+            if waiting is None:
+                return await receive()
+            message, waiting = waiting, None
             return message
 
-        await self._app(scope, receive_counted, send)
+        await self._app(scope, receive_taken, send)
+
+    async def _answer(self, problem: ProblemError, scope: Scope, receive: Receive, send: Send) -> None:
+        self._refused(problem.slug)
+        await problem_response(problem, scope["path"])(scope, receive, send)
+
+    async def _take(self, receive: Receive) -> Message | None:
+        """The whole body as one message; None where the client left, ProblemError where it is too large."""
+        pieces: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return None
+            piece = message.get("body", b"")
+            size += len(piece)
+            if size > self._limit:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return {"type": "http.request", "body": b"".join((*pieces, piece)), "more_body": False}
+            pieces.append(piece)
+
+    def _too_large(self) -> ProblemError:
+        # Closed, or the rest of it would still have to be read.
+        why = f"the body is larger than {self._limit} bytes"
+        return ProblemError(413, "body-too-large", why, headers={"Connection": "close"})
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The first header of this name, in lower case."""
+    for each, value in scope["headers"]:
+        if each == name:
+            found: bytes = value
+            return found
+    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Final
 
@@ -10,7 +10,9 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
 
+from planner.store.base import StoreUnavailable
 from rfork.logs import logger
 from rfork.wire import Problem
 
@@ -19,10 +21,13 @@ MEDIA_TYPE: Final = "application/problem+json"
 SLUGS: Final[Mapping[int, str]] = {
     400: "bad-request",
     401: "unauthorized",
+    403: "forbidden",
     404: "not-found",
     405: "method-not-allowed",
+    408: "request-timeout",
     413: "body-too-large",
     422: "invalid-request",
+    429: "too-many-requests",
     500: "internal-error",
     503: "not-ready",
 }
@@ -72,8 +77,11 @@ def invalid(field: str, message: str) -> ProblemError:
     )
 
 
-def install(app: FastAPI) -> None:
-    """Have every error of the application answered with a problem document."""
+def install(app: FastAPI, store_unavailable: Callable[[], None]) -> None:
+    """Have every error of the application answered with a problem document.
+
+    `store_unavailable` is called for each request that the store did not answer.
+    """
     log = logger("planner.problems")
 
     async def on_problem(request: Request, error: Exception) -> JSONResponse:
@@ -92,8 +100,10 @@ def install(app: FastAPI) -> None:
     async def on_http(request: Request, error: Exception) -> JSONResponse:
         if not isinstance(error, HTTPException):
             raise error
-        slug = SLUGS.get(error.status_code, "error")
-        problem = ProblemError(error.status_code, slug, str(error.detail), headers=error.headers)
+        slug, headers = SLUGS.get(error.status_code, "error"), error.headers
+        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            headers = {"Allow": ", ".join(_methods_of(app, request.url.path))}
+        problem = ProblemError(error.status_code, slug, str(error.detail), headers=headers)
         return problem_response(problem, request.url.path)
 
     async def on_bug(request: Request, error: Exception) -> JSONResponse:
@@ -107,6 +117,12 @@ def install(app: FastAPI) -> None:
         )
         return problem_response(problem, request.url.path)
 
+    async def on_store(request: Request, error: Exception) -> JSONResponse:
+        store_unavailable()
+        problem = ProblemError(503, "store-unavailable", str(error), headers={"Retry-After": "1"})
+        return problem_response(problem, request.url.path)
+
+    app.add_exception_handler(StoreUnavailable, on_store)
     app.add_exception_handler(ProblemError, on_problem)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
@@ -132,6 +148,13 @@ def documented(*statuses: int) -> dict[int | str, dict[str, object]]:
         }
         for status in statuses
     }
+
+
+def _methods_of(app: FastAPI, path: str) -> list[str]:
+    """All methods of a path: the router names those of one of its routes only."""
+    paths = app.openapi()["paths"].items()
+    fitting = [methods for each, methods in paths if compile_path(each)[0].match(path)]
+    return sorted({method.upper() for methods in fitting for method in methods}) or ["GET"]
 
 
 def _field(location: Sequence[int | str]) -> str:

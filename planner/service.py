@@ -90,27 +90,39 @@ def url_of(settings: PlannerSettings, listener: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """Says when it is up."""
+    """Says when it is up, and when it is about to go."""
 
-    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_start: Callable[[], None], on_stop: Callable[[], None]
+    ) -> None:
         super().__init__(config)
         self._on_start = on_start
+        self._on_stop = on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._on_start()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_stop()  # first: uvicorn waits for every answer under way, and event streams have no end
+        await super().shutdown(sockets)
+
 
 def _server(
     settings: PlannerSettings, listener: socket.socket, ready: Callable[[str], None] | None
 ) -> uvicorn.Server:
     log, tls, url = logger("planner"), settings.tls, url_of(settings, listener)
+    app = create_app(settings)
     config = uvicorn.Config(
-        create_app(settings),
+        app,
         workers=1,
         log_config=None,
         access_log=False,
+        server_header=False,
+        ws="none",
+        # Or a caller on this host could name any address as its own.
+        proxy_headers=False,
         timeout_graceful_shutdown=SHUTDOWN_S,
         ssl_certfile=tls.certificate,
         ssl_keyfile=tls.key,
@@ -121,11 +133,11 @@ def _server(
         config.load()  # reads the TLS files
     except (OSError, ssl.SSLError) as error:
         raise SettingsError(f"the planner's TLS files cannot be used: {error}") from error
-    if settings.bind not in LOOPBACK and settings.token is None:
+    if settings.bind not in LOOPBACK and settings.token is None and settings.tokens is None:
         log.warning(
             "THE PLANNER IS OPEN: anyone who reaches it can get leases on the weights",
             bind=settings.bind,
-            hint="set RFORK_PLANNER_TOKEN",
+            hint="set RFORK_PLANNER_TOKEN or RFORK_PLANNER_TOKENS",
         )
 
     def started() -> None:
@@ -133,7 +145,7 @@ def _server(
         if ready is not None:
             ready(url)
 
-    return _Server(config, started)
+    return _Server(config, started, app.events.close)
 
 
 @contextlib.contextmanager

@@ -70,6 +70,7 @@ class Settings(BaseSettings):
     )
     rack: str | None = Field(None, description="rack label, for planning")
     zone: str | None = Field(None, description="zone label, for planning")
+    nvlink: str | None = Field(None, description="NVLink domain label, for planning")
 
     # Transports.
     transports: Annotated[tuple[TransportName, ...] | None, NoDecode] = Field(
@@ -97,7 +98,16 @@ class Settings(BaseSettings):
     min_rate: int = Field(1 << 20, gt=0, description="bytes a second below which a source counts as stalled")
     verify: bool = Field(True, description="check every chunk against the manifest; off only to measure")
 
+    # The cold start.
+    cold_start: Literal["share", "own"] = Field(
+        "share", description="nobody holds the image: `share` one read among those that wait, or each reads its `own`"
+    )
+    snapshot: str | None = Field(
+        None, description="URI of a snapshot of this model (file:///…), read where nobody holds the image"
+    )
+
     # Giving.
+    weight: float = Field(1.0, gt=0, le=100, description="share of the readers it wants, beside others that say 1")
     egress_rate: int | None = Field(
         None, gt=0, description="most bytes a second this instance gives in all; none: no cap"
     )
@@ -136,10 +146,26 @@ class PlannerSettings(BaseSettings):
 
     bind: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8700, ge=0, le=65535, description="port to listen on; 0 picks one")
-    token: SecretStr | None = Field(None, description="bearer token every caller must show; none: open")
-    secret: SecretStr | None = Field(
-        None, description="key that lease tokens are derived from; none: a new one at each start"
+    token: SecretStr | None = Field(
+        None, description="bearer token that may do everything; none, and no `tokens`: open to all"
     )
+    tokens: Path | None = Field(
+        None,
+        description="file of further tokens, one `ROLE TOKEN` a line (roles: instance, operator, reader); read again when it changes",
+    )
+    secret: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
+        (),
+        description="keys that lease tokens are derived from, comma separated: the first signs, the others still open; none: a new one at each start",
+    )
+    store: str = Field("memory", description="`memory`, or redis://HOST:PORT/DB for several replicas")
+    store_timeout_s: float = Field(2.0, gt=0, description="most seconds one call to the store may take")
+    batch_s: float = Field(
+        0.05, ge=0, description="seconds that the first of several arrivals waits, so that they share one plan"
+    )
+    rate_limit: float = Field(
+        0.0, ge=0, description="requests a second that one caller (token and address) may send; 0: no limit"
+    )
+    max_body: int = Field(4 << 20, gt=0, description="largest request body, in bytes")
     lease_ttl_s: float = Field(30.0, gt=0, description="seconds a lease lives unless renewed")
     heartbeat_s: float = Field(5.0, gt=0, description="seconds between an instance's heartbeats")
     forget_s: float = Field(20.0, gt=0, description="seconds of silence after which an instance is forgotten")
@@ -151,6 +177,19 @@ class PlannerSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least level that is logged"
     )
+
+    @field_validator("secret", mode="before")
+    @classmethod
+    def _keys(cls, value: object) -> object:
+        return tuple(key.strip() for key in value.split(",")) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _shared(self) -> Self:
+        if self.store != "memory" and not self.store.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("store is `memory` or a redis:// URL")
+        if self.store != "memory" and not self.secret:
+            raise ValueError("replicas that share a store must share the lease key: set RFORK_PLANNER_SECRET")
+        return self
 
     @property
     def tls(self) -> TlsSettings:

@@ -6,7 +6,7 @@ ranges are half-open pairs of chunk indices.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,16 +18,18 @@ ModelName = Annotated[
     str, Field(min_length=1, max_length=512, examples=["HuggingFaceTB/SmolLM2-135M-Instruct"])
 ]
 HexId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", examples=["9f86d081884c7d659a2feaa0c55ad015"])]
+Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]
 InstanceState = Literal["loading", "serving", "draining"]
 ForkState = Literal["planning", "running", "finished", "failed"]
 Outcome = Literal["forked", "fallback", "failed", "interrupted"]
 SourceKind = Literal["peer", "snapshot", "checkpoint", "loader"]
+StorageKind = Literal["snapshot", "checkpoint", "loader"]
 
 
 class WireModel(BaseModel):
-    """Base of all wire models: unknown fields are refused, values are frozen."""
+    """Base of all wire models: unknown fields and infinite numbers are refused, values are frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Rank(WireModel):
@@ -61,6 +63,16 @@ class Placement(WireModel):
     host: str = Field(min_length=1, max_length=256)
     rack: str | None = None
     zone: str | None = None
+    nvlink: str | None = Field(None, description="NVLink domain; those with one name read one another past their NICs")
+
+
+class StorageOffer(WireModel):
+    """Something an instance could read its weights from by itself, if the planner elects it to."""
+
+    kind: StorageKind = Field(description="`snapshot`: any chunk, verified; `checkpoint`: any chunk; `loader`: all or nothing")
+    uri: str = Field("", max_length=2048, examples=["file:///models/smollm2"])
+    origin: HexId | None = Field(None, description="what tells these files from others, before any chunk is read; not of a loader")
+    weights_id: HexId | None = Field(None, description="of a snapshot, whose manifest is known beforehand")
 
 
 class InstanceReport(WireModel):
@@ -76,10 +88,13 @@ class InstanceReport(WireModel):
     chunk_count: int = Field(ge=0)
     state: InstanceState
     verified: tuple[ChunkRange, ...] = Field((), description="chunks it can give")
+    draft: HexId | None = Field(None, description="origin of the files its chunks come from, where these were not sealed yet when it got the first")
+    storage: tuple[StorageOffer, ...] = Field((), description="what it could read by itself, best first")
     address: str = Field(description="host:port of its gRPC peer service", examples=["10.0.0.7:41234"])
     transports: tuple[str, ...] = Field((), description="transports it offers, best first")
     placement: Placement
     max_readers: int = Field(4, ge=0)
+    weight: float = Field(1.0, gt=0, le=100, description="share of the readers it wants, beside others that say 1")
     egress_rate: int | None = Field(None, description="bytes a second it gives at most")
     readers: tuple[Identifier, ...] = Field((), description="forks that read from it now")
 
@@ -88,7 +103,7 @@ class InstanceAck(WireModel):
     """The planner's answer to a report."""
 
     heartbeat_s: float = Field(description="send the next report within this time")
-    lease_key: str = Field(description="key (base64url) this instance checks lease tokens with")
+    lease_keys: tuple[str, ...] = Field(description="keys (base64url) this instance checks lease tokens with; the first is the newest")
 
 
 class InstanceView(WireModel):
@@ -108,12 +123,20 @@ class SourceFault(WireModel):
     detail: str = Field("", max_length=1000)
 
 
+class Share(WireModel):
+    """Chunks that a target reads from one source; its own instance_id stands for its own storage."""
+
+    source_id: Identifier
+    chunks: tuple[ChunkRange, ...]
+
+
 class ForkRequest(WireModel):
     """Ask for a plan, or for a new one. Carries all it needs: a planner that restarted can answer it."""
 
     fork_id: Identifier = Field(description="chosen by the target; asking again with it is idempotent")
     instance: InstanceReport = Field(description="the target, in state `loading`, with what it has verified")
-    faults: tuple[SourceFault, ...] = Field((), description="sources that failed since the last plan")
+    faults: tuple[SourceFault, ...] = Field((), description="sources that failed since the last plan; its own id stands for its own storage")
+    current: tuple[Share, ...] = Field((), description="what it still reads by the plan it has, if it has one")
 
 
 class Lease(WireModel):
@@ -136,12 +159,22 @@ class Route(WireModel):
     lease: Lease
 
 
+class StorageRead(WireModel):
+    """Chunks that this target is elected to read from storage, in the stead of all that wait behind it."""
+
+    kind: StorageKind
+    uri: str = ""
+    chunks: tuple[ChunkRange, ...]
+
+
 class Plan(WireModel):
-    """Who reads what from whom. No routes: nobody holds this image; `reason` says what there is instead."""
+    """Who reads what from whom. Nothing to read: nobody holds this image; `reason` says what there is instead."""
 
     fork_id: Identifier
     weights_id: HexId | None = None
+    draft: HexId | None = Field(None, description="origin of the chunks, while the weights are not sealed")
     routes: tuple[Route, ...] = ()
+    storage: tuple[StorageRead, ...] = Field((), description="what it reads by itself; of these chunks it is the group's one reader")
     reason: str = Field("", description="why there are no routes, or how they were chosen")
     other_layout: Route | None = Field(
         None,
@@ -160,13 +193,14 @@ class ForkProgress(WireModel):
     verified: tuple[ChunkRange, ...]
     bytes_read: int = Field(ge=0)
     bytes_per_s: float = Field(ge=0)
-    sources: dict[str, int] = Field(default_factory=dict, description="verified bytes by source instance")
+    sources: dict[str, Bytes] = Field(default_factory=dict, description="verified bytes by source: an instance, or `KIND:URI` for storage")
 
 
 class ProgressAck(WireModel):
     """Renewed leases, by source instance."""
 
     leases: dict[str, Lease] = Field(default_factory=dict)
+    ask_again: str | None = Field(None, description="why the planner has a better plan by now: ask for it; none: go on")
 
 
 class ForkFinish(WireModel):
@@ -175,9 +209,10 @@ class ForkFinish(WireModel):
     outcome: Outcome
     seconds: float = Field(ge=0)
     bytes_read: int = Field(ge=0)
-    sources: dict[str, int] = Field(default_factory=dict, description="verified bytes by source")
+    sources: dict[str, Bytes] = Field(default_factory=dict, description="verified bytes by source")
     fallback: str | None = Field(None, description="what was loaded instead, if a fallback was")
     reasons: tuple[str, ...] = Field((), description="each failure on the way, one line")
+    efficiency: float | None = Field(None, ge=0, description="(S/B)/T: image bytes over the transfer's seconds, against the fastest second's rate")
 
 
 class ForkView(WireModel):
@@ -188,14 +223,42 @@ class ForkView(WireModel):
     model: ModelName
     rank: Rank
     state: ForkState
-    plan: tuple[tuple[str, tuple[ChunkRange, ...]], ...] = Field(
-        (), description="(source, chunks) of each route"
-    )
+    plan: tuple[Share, ...] = ()
+    reason: str = Field("", description="how the sources were chosen, or why there are none")
     progress: ForkProgress | None = None
     finish: ForkFinish | None = None
     age_s: float
     chunk_count: int
     image_bytes: int
+
+
+class MayExit(WireModel):
+    """Whether an instance may end now; asked by a preStop hook."""
+
+    may_exit: bool
+    readers: int = Field(description="forks that read from it now")
+    reason: str = Field(description="why it may not, or why it may")
+
+
+class InstancePage(WireModel):
+    """Some of the instances."""
+
+    items: tuple[InstanceView, ...]
+    next: str | None = Field(None, description="pass as `after` for the next page; none: this is the last")
+
+
+class ForkPage(WireModel):
+    """Some of the forks."""
+
+    items: tuple[ForkView, ...]
+    next: str | None = Field(None, description="pass as `after` for the next page; none: this is the last")
+
+
+class ForkEvent(WireModel):
+    """One change of a fork, as the event stream tells it."""
+
+    kind: Literal["planned", "progress", "ended"]
+    fork: ForkView
 
 
 class ModelView(WireModel):
@@ -209,6 +272,17 @@ class ModelView(WireModel):
     seeds: int
     relays: int
     forks_running: int
+    storage_bytes: int = Field(0, description="bytes that the forks since the planner started read from storage")
+    forked_bytes: int = Field(0, description="bytes that they read from one another")
+
+
+def source_kind(name: str) -> SourceKind:
+    """The kind of a source by its name in `sources`: `KIND:URI` for storage, an instance_id for a peer."""
+    before = name.partition(":")[0]
+    for kind in get_args(StorageKind):
+        if before == kind:
+            return cast(StorageKind, kind)
+    return "peer"
 
 
 class Problem(BaseModel):

@@ -115,3 +115,55 @@ class RforkProcess:
                 with self._changed:
                     self._lines[name].append(line)
                     self._changed.notify_all()
+
+
+class RedisServer:
+    """A real redis-server on one port of the loopback interface, without files."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.url = f"redis://127.0.0.1:{port}/0"
+        self._process: subprocess.Popen[str] | None = None
+        self._drain: threading.Thread | None = None
+
+    def start(self, *options: str) -> None:
+        """Start it, empty, and wait until it takes connections; TimeoutError with its log if it does not."""
+        command = ["redis-server", "--bind", "127.0.0.1", "--port", str(self.port)]
+        self._process = process = subprocess.Popen(
+            [*command, "--save", "", "--appendonly", "no", *options],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        log, ready = process.stdout, threading.Event()
+        if log is None:
+            raise RuntimeError("redis-server was started without a pipe")
+        lines: list[str] = []
+
+        def read() -> None:
+            with log:
+                for line in log:
+                    lines.append(line)
+                    if "Ready to accept connections" in line:
+                        ready.set()
+
+        self._drain = threading.Thread(target=read, daemon=True)
+        self._drain.start()
+        if not ready.wait(STOP_S):
+            self.kill()
+            raise TimeoutError(f"redis-server did not start\n{''.join(lines)}")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for its end. Doing so again is harmless."""
+        if self._process is None or self._drain is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        self._drain.join(STOP_S)
+        self._process = self._drain = None

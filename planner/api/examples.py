@@ -1,23 +1,51 @@
-"""Bodies that the OpenAPI page shows and can send as they are."""
+"""Bodies and answers that the OpenAPI page shows; the bodies can be sent as they are, in order."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from rfork.wire import ForkFinish, ForkProgress, ForkRequest, InstanceReport, Placement, SourceFault
+from rfork.wire import (
+    ForkEvent,
+    ForkFinish,
+    ForkPage,
+    ForkProgress,
+    ForkRequest,
+    ForkView,
+    InstanceAck,
+    InstancePage,
+    InstanceReport,
+    InstanceView,
+    Lease,
+    MayExit,
+    ModelView,
+    Placement,
+    Plan,
+    ProgressAck,
+    Rank,
+    Route,
+    Share,
+    SourceFault,
+    StorageOffer,
+    StorageRead,
+)
 
 LAYOUT: Final = "9f86d081884c7d659a2feaa0c55ad015"
 WEIGHTS: Final = "a3bf4f1b2b0b822cd15d6c15b0f00a08"
+ORIGIN: Final = "5d41402abc4b2a76b9719d911017c592"
+MODEL: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
+IMAGE_BYTES: Final = 269_060_352
+CHUNKS: Final = 65
+FOLDER: Final = "file:///models/smollm2"
 
 SEED: Final = InstanceReport(
     instance_id="seed-1",
-    model="HuggingFaceTB/SmolLM2-135M-Instruct",
+    model=MODEL,
     layout_id=LAYOUT,
     weights_id=WEIGHTS,
-    image_bytes=269_060_352,
-    chunk_count=65,
+    image_bytes=IMAGE_BYTES,
+    chunk_count=CHUNKS,
     state="serving",
-    verified=((0, 65),),
+    verified=((0, CHUNKS),),
     address="10.0.0.7:41234",
     transports=("http",),
     placement=Placement(host="node-a", rack="r1", zone="z1"),
@@ -32,6 +60,15 @@ TARGET: Final = SEED.model_copy(
         "placement": Placement(host="node-b", rack="r1", zone="z1"),
     }
 )
+COLD: Final = TARGET.model_copy(
+    update={
+        "instance_id": "target-2",
+        "layout_id": "0cc175b9c0f1b6a831c399e269772661",
+        "address": "10.0.0.9:41234",
+        "placement": Placement(host="node-c", rack="r2", zone="z1"),
+        "storage": (StorageOffer(kind="checkpoint", uri=FOLDER, origin=ORIGIN), StorageOffer(kind="loader")),
+    }
+)
 HALF_WAY: Final = TARGET.model_copy(update={"weights_id": WEIGHTS, "verified": ((0, 30),)})
 ASK: Final = ForkRequest(fork_id="fork-1", instance=TARGET)
 ASK_AGAIN: Final = ForkRequest(
@@ -41,9 +78,75 @@ ASK_AGAIN: Final = ForkRequest(
         SourceFault(instance_id="seed-1", fault="source", error="SourceGone", detail="connection reset"),
     ),
 )
+ASK_COLD: Final = ForkRequest(fork_id="fork-2", instance=COLD)
 PROGRESS: Final = ForkProgress(
     verified=((0, 30),), bytes_read=125_829_120, bytes_per_s=1.1e9, sources={"seed-1": 125_829_120}
 )
 FINISH: Final = ForkFinish(
-    outcome="forked", seconds=0.31, bytes_read=269_060_352, sources={"seed-1": 269_060_352}
+    outcome="forked",
+    seconds=0.31,
+    bytes_read=IMAGE_BYTES,
+    sources={"seed-1": IMAGE_BYTES},
+    efficiency=0.93,
+)
+
+LEASE: Final = Lease(
+    token="eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9.eyJzdWIiOiJmb3JrLTEifQ.c2lnbmVk", expires_in_s=30
+)
+ACK: Final = InstanceAck(heartbeat_s=5, lease_keys=("3q2-78r-uu-3q2-78r-uu-3q2-78r-uu-3q2-78r-uuw=",))
+PLAN: Final = Plan(
+    fork_id="fork-1",
+    weights_id=WEIGHTS,
+    routes=(
+        Route(
+            source_id="seed-1",
+            address=SEED.address,
+            placement=SEED.placement,
+            transports=("http",),
+            generation=0,
+            chunks=((0, CHUNKS),),
+            lease=LEASE,
+        ),
+    ),
+    reason="from seed seed-1 (0 other readers)",
+)
+COLD_PLAN: Final = Plan(
+    fork_id="fork-2",
+    draft=ORIGIN,
+    storage=(StorageRead(kind="checkpoint", uri=FOLDER, chunks=((0, CHUNKS),)),),
+    reason=f"elected to read 65 of 65 chunks from checkpoint {FOLDER}",
+)
+PROGRESS_ACK: Final = ProgressAck(leases={"seed-1": LEASE})
+INSTANCE: Final = InstanceView(report=SEED, age_s=1.5)
+INSTANCES: Final = InstancePage(items=(INSTANCE,), next="seed-1")
+DRAINING: Final = InstanceView(report=SEED.model_copy(update={"state": "draining"}), age_s=0.2)
+EXIT: Final = MayExit(may_exit=False, readers=2, reason="2 forks read from it")
+FORK: Final = ForkView(
+    fork_id="fork-1",
+    instance_id="target-1",
+    model=MODEL,
+    rank=Rank(),
+    state="running",
+    plan=(Share(source_id="seed-1", chunks=((0, CHUNKS),)),),
+    reason="from seed seed-1 (0 other readers)",
+    progress=PROGRESS,
+    age_s=0.12,
+    chunk_count=CHUNKS,
+    image_bytes=IMAGE_BYTES,
+)
+FORKS: Final = ForkPage(items=(FORK,))
+EVENT: Final = ForkEvent(kind="progress", fork=FORK)
+MODELS: Final = (
+    ModelView(
+        model=MODEL,
+        rank_key=Rank().key,
+        layout_id=LAYOUT,
+        weights_id=WEIGHTS,
+        image_bytes=IMAGE_BYTES,
+        seeds=1,
+        relays=1,
+        forks_running=1,
+        storage_bytes=IMAGE_BYTES,
+        forked_bytes=3 * IMAGE_BYTES,
+    ),
 )

@@ -7,10 +7,12 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Path, Query
 
 from planner.api import examples
-from planner.problems import documented
+from planner.api.documents import ALWAYS, WITH_BODY, Told, answer, named, problems
+from planner.api.pages import PAGE, After, Limit, page
 from planner.registry import Registry
 from rfork.wire import (
     ForkFinish,
+    ForkPage,
     ForkProgress,
     ForkRequest,
     ForkState,
@@ -22,20 +24,32 @@ from rfork.wire import (
 
 ForkId = Annotated[Identifier, Path(description="chosen by the target", examples=["fork-1"])]
 
+UNKNOWN = Told(404, "unknown-fork", "no fork fork-1 is known")
+ENDED = Told(409, "fork-ended", "fork fork-1 has ended: ask under another id")
+BUSY = Told(503, "busy", "other planners changed this group at each attempt: ask again")
+
 
 def forks_router(registry: Registry) -> APIRouter:
     """The routes under /v1/forks."""
-    router = APIRouter(prefix="/v1/forks", tags=["forks"], responses=documented(401, 422))
+    router = APIRouter(prefix="/v1/forks", tags=["forks"], responses=problems(*ALWAYS))
 
-    @router.post("", summary="Ask for a plan, or for a new one", responses=documented(409, 413))
+    @router.post(
+        "",
+        summary="Ask for a plan, or for a new one",
+        responses=answer({"read from a seed": examples.PLAN, "cold start: read storage": examples.COLD_PLAN})
+        | problems(*WITH_BODY, ENDED, BUSY),
+    )
     async def ask(
         request: Annotated[
             ForkRequest,
             Body(
-                openapi_examples={
-                    "first": {"value": examples.ASK.model_dump(mode="json")},
-                    "again, half way": {"value": examples.ASK_AGAIN.model_dump(mode="json")},
-                }
+                openapi_examples=named(
+                    {
+                        "first": examples.ASK,
+                        "again, half way": examples.ASK_AGAIN,
+                        "cold start": examples.ASK_COLD,
+                    }
+                )
             ),
         ],
     ) -> Plan:
@@ -43,54 +57,78 @@ def forks_router(registry: Registry) -> APIRouter:
 
         The call registers the target too, so that others can chain behind it at once. A target whose source
         died, stalled or lied calls again with the same `fork_id`, what it has verified by then, and `faults`:
-        the new plan covers the rest. A plan without `routes` says in `reason` what there is instead.
+        the new plan covers the rest. Where nobody holds the image, one target is elected to read its
+        `storage` (several, where it is a snapshot: each reads a share), and the others read from it. A plan
+        with neither `routes` nor `storage` says in `reason` what there is instead.
         """
-        return registry.ask(request)
+        return await registry.ask(request)
 
     @router.post(
-        "/{fork_id}/progress", summary="Report progress, renew leases", responses=documented(404, 409, 413)
+        "/{fork_id}/progress",
+        summary="Report progress, renew leases",
+        responses=answer(examples.PROGRESS_ACK) | problems(*WITH_BODY, UNKNOWN, ENDED, 503),
     )
     async def progress(
         fork_id: ForkId,
         progress: Annotated[
             ForkProgress,
-            Body(openapi_examples={"half way": {"value": examples.PROGRESS.model_dump(mode="json")}}),
+            Body(openapi_examples=named({"half way": examples.PROGRESS})),
         ],
     ) -> ProgressAck:
         """Tell what is verified, about once a second; the answer renews the leases of the current routes.
 
-        A source that the answer lacks is gone or has new weights. Problem `unknown-fork` (404) means
-        that the planner restarted, or heard nothing for too long: ask for a plan again.
+        A source that the answer lacks is gone or has new weights. `ask_again` says that a better plan can be
+        had. Problem `unknown-fork` (404) means that the planner restarted, or heard nothing for too long: ask
+        for a plan again.
         """
-        return registry.progress(fork_id, progress)
+        return await registry.progress(fork_id, progress)
 
-    @router.post("/{fork_id}/finish", status_code=204, summary="Say how it ended", responses=documented(413))
+    @router.post(
+        "/{fork_id}/finish",
+        status_code=204,
+        summary="Say how it ended",
+        responses=answer(status=204) | problems(*WITH_BODY, 503),
+    )
     async def finish(
         fork_id: ForkId,
-        finish: Annotated[
-            ForkFinish, Body(openapi_examples={"forked": {"value": examples.FINISH.model_dump(mode="json")}})
-        ],
+        finish: Annotated[ForkFinish, Body(openapi_examples=named({"forked": examples.FINISH}))],
     ) -> None:
         """End the fork and release its leases. A fork that is not known, or has ended, is no error."""
-        registry.finish(fork_id, finish)
+        await registry.finish(fork_id, finish)
 
-    @router.get("", summary="List forks")
+    @router.get("", summary="List forks", responses=answer(examples.FORKS))
     async def list_forks(
         model: Annotated[str | None, Query(description="only of this model")] = None,
         state: Annotated[ForkState | None, Query(description="only in this state")] = None,
-    ) -> list[ForkView]:
-        """The forks under way and the last ones that ended, in the order in which they came."""
-        registry.sweep()
-        now = registry.clock.monotonic()
-        return [
-            record.view(now)
-            for record in registry.store.forks()
-            if model in (None, record.model) and state in (None, record.state)
-        ]
+        host: Annotated[str | None, Query(description="only of targets on this host")] = None,
+        after: After = None,
+        limit: Limit = PAGE,
+    ) -> ForkPage:
+        """The forks under way and the last ones that ended, in the order of their ids.
 
-    @router.get("/{fork_id}", summary="Show one fork", responses=documented(404))
+        A fork's host is known as long as its target is.
+        """
+        await registry.sweep()
+        now, known = registry.now(), registry.state
+
+        def host_of(instance_id: str) -> str | None:
+            target = known.instance(instance_id)
+            return target.report.placement.host if target is not None else None
+
+        wanted = [
+            record.fork_id
+            for record in (known.live_forks() if state in ("planning", "running") else known.forks())
+            if (model is None or model == record.model)
+            and (state is None or state == record.state)
+            and (host is None or host == host_of(record.instance_id))
+        ]
+        found, following = page(wanted, after, limit)
+        records = [record for each in found if (record := known.fork(each))]
+        return ForkPage(items=tuple(record.view(now) for record in records), next=following)
+
+    @router.get("/{fork_id}", summary="Show one fork", responses=answer(examples.FORK) | problems(UNKNOWN))
     async def show(fork_id: ForkId) -> ForkView:
         """The fork's plan, its progress and, once it has ended, how."""
-        return registry.fork(fork_id).view(registry.clock.monotonic())
+        return registry.fork(fork_id).view(registry.now())
 
     return router

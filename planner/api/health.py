@@ -7,8 +7,9 @@ from typing import Final, Literal
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from planner.api.documents import REQUEST_ID, Told, answer, problems
 from planner.metrics import Metrics
-from planner.problems import ProblemError, documented
+from planner.problems import ProblemError
 from planner.registry import Registry
 from rfork.wire import WireModel
 
@@ -25,15 +26,19 @@ def health_router(registry: Registry, metrics: Metrics) -> APIRouter:
     """/healthz and /readyz, open to all, and /metrics."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/healthz", summary="Is the process alive?")
+    @router.get("/healthz", summary="Is the process alive?", responses=answer(Health()))
     async def healthz() -> Health:
         """Answers as long as the process serves requests. Needs no token."""
         return Health()
 
-    @router.get("/readyz", summary="Can it plan?", responses=documented(503))
+    @router.get(
+        "/readyz",
+        summary="Can it plan?",
+        responses=answer(Health()) | problems(Told(503, "not-ready", "the store cannot be read or written")),
+    )
     async def readyz() -> Health:
         """Answers 503 while the store cannot be read or written. Needs no token."""
-        if not registry.store.ready():
+        if not registry.store.ready:
             raise ProblemError(503, "not-ready", "the store cannot be read or written")
         return Health()
 
@@ -41,12 +46,13 @@ def health_router(registry: Registry, metrics: Metrics) -> APIRouter:
         "/metrics",
         summary="Prometheus metrics",
         response_class=Response,
-        responses=documented(401) | {200: {"content": {"text/plain": {"example": SAMPLE}}}},
+        responses=problems(401, 403, 429)
+        | {200: {"headers": REQUEST_ID, "content": {"text/plain": {"example": SAMPLE}}}},
     )
     async def exposition() -> Response:
         """Instances, forks, fallbacks and their reasons, bytes by source, plan latency, active leases."""
-        registry.sweep()
-        text = metrics.exposition(registry.store.instances(), registry.store.live_forks())
+        await registry.sweep()
+        text = metrics.exposition(registry.state.instances(), registry.state.live_forks())
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return router

@@ -1,4 +1,4 @@
-"""Instances: register and heartbeat, drain, remove, list."""
+"""Instances: register and heartbeat, drain, ask whether to exit, remove, list."""
 
 from __future__ import annotations
 
@@ -7,23 +7,42 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Path, Query
 
 from planner.api import examples
-from planner.problems import documented, invalid
+from planner.api.documents import ALWAYS, WITH_BODY, Told, answer, named, problems
+from planner.api.pages import PAGE, After, Limit, page
+from planner.problems import invalid
 from planner.registry import Registry
-from rfork.wire import Identifier, InstanceAck, InstanceReport, InstanceState, InstanceView
+from rfork.wire import (
+    Identifier,
+    InstanceAck,
+    InstancePage,
+    InstanceReport,
+    InstanceState,
+    InstanceView,
+    MayExit,
+)
 
 InstanceId = Annotated[Identifier, Path(description="chosen by the instance", examples=["seed-1"])]
+
+UNKNOWN = Told(404, "unknown-instance", "no instance seed-1 is known")
+LAST_SEED = Told(
+    409,
+    "last-seed",
+    "instance seed-1 is the last that holds these weights: start another, or drain it with force",
+)
 
 
 def instances_router(registry: Registry) -> APIRouter:
     """The routes under /v1/instances."""
-    router = APIRouter(prefix="/v1/instances", tags=["instances"], responses=documented(401, 422))
+    router = APIRouter(prefix="/v1/instances", tags=["instances"], responses=problems(*ALWAYS))
 
-    @router.put("/{instance_id}", summary="Register, or send a heartbeat", responses=documented(413))
+    @router.put(
+        "/{instance_id}",
+        summary="Register, or send a heartbeat",
+        responses=answer(examples.ACK) | problems(*WITH_BODY, 503),
+    )
     async def report(
         instance_id: InstanceId,
-        report: Annotated[
-            InstanceReport, Body(openapi_examples={"seed": {"value": examples.SEED.model_dump(mode="json")}})
-        ],
+        report: Annotated[InstanceReport, Body(openapi_examples=named({"seed": examples.SEED}))],
     ) -> InstanceAck:
         """Tell the planner all about one rank of an instance.
 
@@ -32,35 +51,78 @@ def instances_router(registry: Registry) -> APIRouter:
         """
         if report.instance_id != instance_id:
             raise invalid("instance_id", f"the path says {instance_id}, the body {report.instance_id}")
-        return registry.report(report)
+        return await registry.report(report)
 
-    @router.post("/{instance_id}/drain", summary="Give it no new readers", responses=documented(404))
-    async def drain(instance_id: InstanceId) -> InstanceView:
-        """Send no new forks to the instance; those that read from it go on. Lasts until it is removed."""
-        return registry.drain(instance_id).view(registry.clock.monotonic())
+    @router.post(
+        "/{instance_id}/drain",
+        summary="Give it no new readers",
+        responses=answer(examples.DRAINING) | problems(UNKNOWN, LAST_SEED, 503),
+    )
+    async def drain(
+        instance_id: InstanceId,
+        force: Annotated[
+            bool, Query(description="drain it even if it is the last that holds its weights")
+        ] = False,
+    ) -> InstanceView:
+        """Send no new forks to the instance; those that read from it go on. Lasts until it is removed.
 
-    @router.delete("/{instance_id}", status_code=204, summary="Forget an instance")
+        Problem `last-seed` (409) where nobody else holds its weights whole; `force` drains it all the same.
+        """
+        return (await registry.drain(instance_id, force=force)).view(registry.now())
+
+    @router.get(
+        "/{instance_id}/exit",
+        summary="May it end now?",
+        responses=answer(examples.EXIT),
+    )
+    async def may_exit(instance_id: InstanceId) -> MayExit:
+        """Whether anybody reads from the instance, or will have to. Answers 200 always: ask until it may.
+
+        For a preStop hook, once it is drained: `rfork drain INSTANCE --wait 60`, or without rfork
+        `until curl -fsS -H "Authorization: Bearer $RFORK_TOKEN" $RFORK_PLANNER/v1/instances/$INSTANCE/exit
+        | grep -q '"may_exit":true'; do sleep 1; done`. An instance that the planner does not know may end.
+        """
+        return await registry.may_exit(instance_id)
+
+    @router.delete(
+        "/{instance_id}",
+        status_code=204,
+        summary="Forget an instance",
+        responses=answer(status=204) | problems(503),
+    )
     async def remove(instance_id: InstanceId) -> None:
         """Forget the instance and end its fork. One that is not known is no error."""
-        registry.remove(instance_id)
+        await registry.remove(instance_id)
 
-    @router.get("", summary="List instances")
+    @router.get("", summary="List instances", responses=answer(examples.INSTANCES))
     async def list_instances(
         model: Annotated[str | None, Query(description="only of this model")] = None,
         state: Annotated[InstanceState | None, Query(description="only in this state")] = None,
-    ) -> list[InstanceView]:
-        """The instances that reported lately, in the order in which they came."""
-        registry.sweep()
-        now = registry.clock.monotonic()
-        return [
-            record.view(now)
-            for record in registry.store.instances()
-            if model in (None, record.report.model) and state in (None, record.source.state)
+        host: Annotated[str | None, Query(description="only on this host")] = None,
+        after: After = None,
+        limit: Limit = PAGE,
+    ) -> InstancePage:
+        """The instances that reported lately, in the order of their ids."""
+        await registry.sweep()
+        now = registry.now()
+        wanted = [
+            record.source.instance_id
+            for record in registry.state.instances()
+            if (model is None or model == record.report.model)
+            and (host is None or host == record.source.place.host)
+            and (state is None or state == record.source.state)
         ]
+        found, following = page(wanted, after, limit)
+        records = [record for each in found if (record := registry.state.instance(each))]
+        return InstancePage(items=tuple(record.view(now) for record in records), next=following)
 
-    @router.get("/{instance_id}", summary="Show one instance", responses=documented(404))
+    @router.get(
+        "/{instance_id}",
+        summary="Show one instance",
+        responses=answer(examples.INSTANCE) | problems(UNKNOWN),
+    )
     async def show(instance_id: InstanceId) -> InstanceView:
-        """What the instance last reported, how long ago, and whether it is in quarantine."""
-        return registry.instance(instance_id).view(registry.clock.monotonic())
+        """What the instance last reported, how long ago, and why it is in quarantine, if it is."""
+        return registry.instance(instance_id).view(registry.now())
 
     return router

@@ -3,61 +3,69 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from fastapi import APIRouter
 
-from planner.problems import documented
+from planner.api import examples
+from planner.api.documents import ALWAYS, answer, problems
+from planner.groups import LiveGroup
 from planner.registry import Registry
-from planner.store.records import InstanceRecord
+from planner.state import State
 from rfork.wire import ModelView
 
-Image = tuple[str, str, str, str | None]
-"""Model, rank key, layout_id, weights_id."""
+Image = tuple[str, str | None]
+"""layout_id and weights_id."""
 
 
 def models_router(registry: Registry) -> APIRouter:
     """The routes under /v1/models."""
-    router = APIRouter(prefix="/v1/models", tags=["models"], responses=documented(401))
+    router = APIRouter(prefix="/v1/models", tags=["models"], responses=problems(*ALWAYS))
 
-    @router.get("", summary="List models")
+    @router.get("", summary="List models", responses=answer(examples.MODELS))
     async def list_models() -> list[ModelView]:
-        """One row for each model, rank, layout and weights: how many hold it, and how many are getting it."""
-        registry.sweep()
-        seeds: Counter[Image] = Counter()
-        relays: Counter[Image] = Counter()
-        forks: Counter[Image] = Counter()
-        sizes: dict[Image, int] = {}
-        for record in registry.store.instances():
-            image = image_of(registry, record)
-            sizes[image] = record.report.image_bytes
-            if record.source.complete:
-                seeds[image] += 1
-            elif registry.store.live_fork_of(record.report.instance_id):
-                relays[image] += 1
-        for fork in registry.store.live_forks():
-            target = registry.store.instance(fork.instance_id)
-            if target is not None:
-                forks[image_of(registry, target)] += 1
-        return [
-            ModelView(
-                model=image[0],
-                rank_key=image[1],
-                layout_id=image[2],
-                weights_id=image[3],
-                image_bytes=size,
-                seeds=seeds[image],
-                relays=relays[image],
-                forks_running=forks[image],
-            )
-            for image, size in sorted(sizes.items(), key=lambda item: (item[0][:3], item[0][3] or ""))
-        ]
+        """One row for each model, rank, layout and weights: how many hold it, and how many are getting it.
+
+        `storage_bytes` and `forked_bytes` are those of the model's rank, alike in each of its rows. The fewer
+        bytes came from storage for each image's worth that was forked, the less the storage was asked for.
+        """
+        await registry.sweep()
+        groups = sorted(registry.state.groups(), key=lambda group: (group.model, group.rank_key))
+        return [row for group in groups for row in rows(registry.state, group)]
 
     return router
 
 
-def image_of(registry: Registry, record: InstanceRecord) -> Image:
-    """What the instance holds; a target that has not learnt its weights yet holds those of its plan."""
-    report = record.report
-    fork = registry.store.live_fork_of(report.instance_id)
-    weights_id = report.weights_id or (fork.plan.weights_id if fork else None)
-    return report.model, report.rank.key, report.layout_id, weights_id
+def rows(state: State, group: LiveGroup) -> Iterator[ModelView]:
+    """What a group holds; a target that has not learnt its weights yet counts to those of its plan."""
+    seeds: Counter[Image] = Counter()
+    relays: Counter[Image] = Counter()
+    forks: Counter[Image] = Counter()
+    members: dict[Image, str] = {}
+    for instance_id, source in group.sources.items():
+        reading = instance_id in group.shares
+        weights_id = source.weights_id
+        if weights_id is None and reading and (fork := state.live_fork_of(instance_id)) is not None:
+            weights_id = fork.weights_id
+        image = (source.layout_id, weights_id)
+        members[image] = instance_id
+        if source.complete:
+            seeds[image] += 1
+        elif reading:
+            relays[image] += 1
+        if reading:
+            forks[image] += 1
+    for image, instance_id in sorted(members.items(), key=lambda item: (item[0][0], item[0][1] or "")):
+        record = state.instance(instance_id)
+        yield ModelView(
+            model=group.model,
+            rank_key=group.rank_key,
+            layout_id=image[0],
+            weights_id=image[1],
+            image_bytes=record.report.image_bytes if record is not None else 0,
+            seeds=seeds[image],
+            relays=relays[image],
+            forks_running=forks[image],
+            storage_bytes=group.storage_bytes,
+            forked_bytes=group.forked_bytes,
+        )

@@ -1,55 +1,61 @@
-"""The seam between the registry and where its records are kept.
+"""The store seam: how the planner's records outlive one call, one process, or one replica.
 
-Calls return at once and are made from one thread, the event loop's. A store that shares records
-between planners keeps a local copy to answer from, and carries changes to and fro behind it.
+Every replica keeps the whole state in memory (`Store.state`), so that a plan reads no network. A change
+is offered to the store with the version of the group that it was made from: the store takes it whole,
+or, where another replica changed the group in the meantime, refuses it with `Conflict` once `state` is
+up to date. Two replicas so never give one reader's place twice, nor elect two readers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
+from planner.state import State
 from planner.store.records import ForkRecord, GroupKey, InstanceRecord
 
 
+class Conflict(Exception):
+    """Another replica changed the group since it was looked at; `state` is up to date: decide again."""
+
+
+class StoreUnavailable(Exception):
+    """The store does not answer: most likely nothing was changed. Its text says what to look at."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Records to keep, and instances to forget, in one step."""
+
+    instances: tuple[InstanceRecord, ...] = ()
+    forks: tuple[ForkRecord, ...] = ()
+    gone: tuple[str, ...] = ()
+    """Ids of instances to forget."""
+    group: GroupKey | None = None
+    """Where set, the change holds only if nobody changed the forks of this group since `version`."""
+    version: int = 0
+
+
 class Store(Protocol):
-    """Records by id, and by group."""
+    """Keeps `state`, alone or with other replicas."""
 
-    def instance(self, instance_id: str) -> InstanceRecord | None:
-        """The instance's record, if it is known."""
+    state: State
 
-    def put_instance(self, record: InstanceRecord) -> None:
-        """Add the record, or replace the one with its id."""
+    async def start(self) -> None:
+        """Connect and load what there is; raises StoreUnavailable, and may go on trying until `stop`."""
 
-    def delete_instance(self, instance_id: str) -> None:
-        """Delete the record; one that is not there is no error."""
+    async def stop(self) -> None:
+        """Let go of connections and tasks."""
 
-    def instances(self) -> Iterable[InstanceRecord]:
-        """All of them, as they were at the call, in the order they were first put."""
+    async def commit(self, change: Change) -> None:
+        """Apply the change to `state`, and to the store, whole. Raises Conflict or StoreUnavailable."""
 
-    def instances_in(self, group: GroupKey) -> Iterable[InstanceRecord]:
-        """Those of one group."""
+    def version(self, group: GroupKey) -> int:
+        """The version of the group's forks in `state`, for `Change.version`."""
 
-    def groups(self) -> Iterable[GroupKey]:
-        """The groups that hold at least one instance."""
+    def now(self) -> float:
+        """Seconds on a clock that never goes back and that all replicas share; for all times in records."""
 
-    def fork(self, fork_id: str) -> ForkRecord | None:
-        """The fork's record, if it is known."""
-
-    def put_fork(self, record: ForkRecord) -> None:
-        """Add the record, or replace the one with its id; too many ended ones drop the oldest."""
-
-    def forks(self) -> Iterable[ForkRecord]:
-        """All of them, as they were at the call, in the order they were first put."""
-
-    def live_forks(self) -> Iterable[ForkRecord]:
-        """Those under way, as they were at the call."""
-
-    def live_forks_in(self, group: GroupKey) -> Iterable[ForkRecord]:
-        """Those under way in one group."""
-
-    def live_fork_of(self, instance_id: str) -> ForkRecord | None:
-        """The fork under way whose target is the instance, if there is one."""
-
+    @property
     def ready(self) -> bool:
         """Whether records can be read and written now."""

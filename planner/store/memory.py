@@ -2,105 +2,45 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import TypeVar
+from collections import Counter
 
-from planner.store.records import ForkRecord, GroupKey, InstanceRecord
-
-Record = TypeVar("Record", InstanceRecord, ForkRecord)
+from planner.leases import Clock
+from planner.state import State
+from planner.store.base import Change, Conflict
+from planner.store.records import GroupKey
 
 
 class MemoryStore:
-    """A Store in dictionaries. Keeps the last `keep_forks` forks that ended."""
+    """The store of a planner that runs alone."""
 
-    def __init__(self, *, keep_forks: int) -> None:
-        self._keep_forks = keep_forks
-        self._instances: dict[str, InstanceRecord] = {}
-        self._groups: defaultdict[GroupKey, dict[str, InstanceRecord]] = defaultdict(dict)
-        self._forks: dict[str, ForkRecord] = {}
-        self._live: dict[str, ForkRecord] = {}
-        self._live_groups: defaultdict[GroupKey, dict[str, ForkRecord]] = defaultdict(dict)
-        self._live_targets: dict[str, str] = {}
-        self._ended: dict[str, None] = {}  # in order of their end
+    def __init__(self, clock: Clock, *, keep_forks: int) -> None:
+        self.state = State(keep_forks=keep_forks)
+        self._clock = clock
+        self._versions: Counter[GroupKey] = Counter()
 
-    def instance(self, instance_id: str) -> InstanceRecord | None:
-        """The instance's record, if it is known."""
-        return self._instances.get(instance_id)
+    async def start(self) -> None:
+        """There is nothing to connect to."""
 
-    def put_instance(self, record: InstanceRecord) -> None:
-        """Add the record, or replace the one with its id."""
-        instance_id = record.report.instance_id
-        old = self._instances.get(instance_id)
-        if old is not None and old.group != record.group:
-            _discard(self._groups, old.group, instance_id)
-        self._instances[instance_id] = record
-        self._groups[record.group][instance_id] = record
+    async def stop(self) -> None:
+        """There is nothing to let go of."""
 
-    def delete_instance(self, instance_id: str) -> None:
-        """Delete the record; one that is not there is no error."""
-        old = self._instances.pop(instance_id, None)
-        if old is not None:
-            _discard(self._groups, old.group, instance_id)
+    async def commit(self, change: Change) -> None:
+        """Apply the change; raises Conflict where it was made from an older version of the group."""
+        if change.group is not None:
+            if change.version != self._versions[change.group]:
+                raise Conflict
+            self._versions[change.group] += 1
+        self.state.apply(change.instances, change.forks, change.gone)
 
-    def instances(self) -> list[InstanceRecord]:
-        """All of them, in the order they were first put."""
-        return list(self._instances.values())
+    def version(self, group: GroupKey) -> int:
+        """How often the group's forks were changed."""
+        return self._versions[group]
 
-    def instances_in(self, group: GroupKey) -> list[InstanceRecord]:
-        """Those of one group."""
-        return list(self._groups.get(group, {}).values())
+    def now(self) -> float:
+        """This machine's monotonic clock."""
+        return self._clock.monotonic()
 
-    def groups(self) -> list[GroupKey]:
-        """The groups that hold at least one instance."""
-        return list(self._groups)
-
-    def fork(self, fork_id: str) -> ForkRecord | None:
-        """The fork's record, if it is known."""
-        return self._forks.get(fork_id)
-
-    def put_fork(self, record: ForkRecord) -> None:
-        """Add the record, or replace the one with its id; too many ended ones drop the oldest."""
-        fork_id = record.fork_id
-        self._forks[fork_id] = record
-        if record.live:
-            self._ended.pop(fork_id, None)
-            self._live[fork_id] = record
-            self._live_groups[record.group][fork_id] = record
-            self._live_targets[record.instance_id] = fork_id
-            return
-        if self._live.pop(fork_id, None) is not None:
-            _discard(self._live_groups, record.group, fork_id)
-            if self._live_targets.get(record.instance_id) == fork_id:
-                del self._live_targets[record.instance_id]
-        self._ended[fork_id] = None
-        while len(self._ended) > self._keep_forks:
-            oldest = next(iter(self._ended))
-            del self._ended[oldest], self._forks[oldest]
-
-    def forks(self) -> list[ForkRecord]:
-        """All of them, in the order they were first put."""
-        return list(self._forks.values())
-
-    def live_forks(self) -> list[ForkRecord]:
-        """Those under way."""
-        return list(self._live.values())
-
-    def live_forks_in(self, group: GroupKey) -> list[ForkRecord]:
-        """Those under way in one group."""
-        return list(self._live_groups.get(group, {}).values())
-
-    def live_fork_of(self, instance_id: str) -> ForkRecord | None:
-        """The fork under way whose target is the instance, if there is one."""
-        fork_id = self._live_targets.get(instance_id)
-        return None if fork_id is None else self._live[fork_id]
-
+    @property
     def ready(self) -> bool:
         """Memory is always at hand."""
         return True
-
-
-def _discard(groups: defaultdict[GroupKey, dict[str, Record]], group: GroupKey, identifier: str) -> None:
-    members = groups[group]
-    members.pop(identifier, None)
-    if not members:
-        del groups[group]

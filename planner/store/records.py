@@ -1,4 +1,7 @@
-"""What the planner keeps of an instance and of a fork; each change makes a new record."""
+"""What the planner keeps of an instance and of a fork; each change makes a new record.
+
+Times are seconds on the store's clock, which all replicas share.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from planner.fleet import Place, Source
-from rfork.image.ranges import normalise
+from planner.fleet import Place, Source, Storage
+from rfork import wire
+from rfork.image.ranges import Range, normalise
 from rfork.wire import (
     ForkFinish,
     ForkProgress,
@@ -15,8 +19,8 @@ from rfork.wire import (
     ForkView,
     InstanceReport,
     InstanceView,
-    Plan,
     Rank,
+    StorageRead,
 )
 
 GroupKey = tuple[str, str]
@@ -25,7 +29,7 @@ GroupKey = tuple[str, str]
 
 @dataclass(frozen=True)
 class InstanceRecord:
-    """An instance as it last reported itself, and what others said of it. Times are monotonic seconds."""
+    """An instance as it last reported itself, and what others said of it."""
 
     report: InstanceReport
     seen_at: float
@@ -36,6 +40,10 @@ class InstanceRecord:
     quarantine: str = ""
     missing: bool = False
     """A reader found it gone, and nothing has been heard of it since."""
+    ingress_rate: float | None = None
+    """The fastest that any of its forks read, in bytes a second."""
+    slow_since: float | None = None
+    """Since when its fork falls behind the sources it reads from, if it does."""
 
     @property
     def group(self) -> GroupKey:
@@ -50,7 +58,7 @@ class InstanceRecord:
     @cached_property
     def source(self) -> Source:
         """The instance as the policy sees it."""
-        report = self.report
+        report, placement = self.report, self.report.placement
         return Source(
             instance_id=report.instance_id,
             address=report.address,
@@ -61,17 +69,26 @@ class InstanceRecord:
             state="draining" if self.drained else report.state,
             verified=normalise(report.verified),
             transports=report.transports,
-            place=Place(report.placement.host, report.placement.rack, report.placement.zone),
+            place=Place(placement.host, placement.rack, placement.zone, placement.nvlink),
             max_readers=report.max_readers,
             expires_at=self.expires_at,
+            draft=report.draft,
+            storage=tuple(
+                Storage(offer.kind, offer.uri, offer.origin, offer.weights_id) for offer in report.storage
+            ),
+            weight=report.weight,
+            egress_rate=report.egress_rate,
+            ingress_rate=self.ingress_rate,
+            slow=self.slow_since is not None,
             quarantined_until=self.quarantined_until,
             quarantine=self.quarantine,
         )
 
     def view(self, now: float) -> InstanceView:
         """The instance as it is listed."""
+        report, state = self.report, self.source.state
         return InstanceView(
-            report=self.report.model_copy(update={"state": self.source.state}),
+            report=report if report.state == state else report.model_copy(update={"state": state}),
             age_s=max(0.0, now - self.seen_at),
             quarantined=self.quarantine if now < self.quarantined_until else None,
         )
@@ -92,8 +109,18 @@ class Blame:
 
 
 @dataclass(frozen=True)
+class Read:
+    """One route of a fork's plan: chunks of one generation of one peer."""
+
+    source_id: str
+    chunks: tuple[Range, ...]
+    transports: tuple[str, ...]
+    generation: int
+
+
+@dataclass(frozen=True)
 class ForkRecord:
-    """One fork, from its first request to some time after its end. Times are monotonic seconds."""
+    """One fork, from its first request to some time after its end."""
 
     fork_id: str
     instance_id: str
@@ -101,9 +128,15 @@ class ForkRecord:
     rank: Rank
     chunk_count: int
     image_bytes: int
-    plan: Plan
     asked_at: float
+    planned_at: float
     seen_at: float
+    reads: tuple[Read, ...] = ()
+    storage: tuple[StorageRead, ...] = ()
+    """What the target is elected to read by itself."""
+    weights_id: str | None = None
+    draft: str | None = None
+    reason: str = ""
     progress: ForkProgress | None = None
     finish: ForkFinish | None = None
     lost: bool = False
@@ -127,22 +160,20 @@ class ForkRecord:
         """The fork's state, in the word that is listed."""
         if self.finish is not None:
             return "finished" if self.finish.outcome in ("forked", "fallback") else "failed"
-        return "running" if self.plan.routes else "planning"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """The instances it reads from now; none once it has ended."""
-        return tuple(route.source_id for route in self.plan.routes) if self.live else ()
+        return "running" if self.reads or self.storage else "planning"
 
     def view(self, now: float) -> ForkView:
         """The fork as it is listed."""
+        shares = [wire.Share(source_id=read.source_id, chunks=read.chunks) for read in self.reads]
+        shares += [wire.Share(source_id=self.instance_id, chunks=read.chunks) for read in self.storage]
         return ForkView(
             fork_id=self.fork_id,
             instance_id=self.instance_id,
             model=self.model,
             rank=self.rank,
             state=self.state,
-            plan=tuple((route.source_id, route.chunks) for route in self.plan.routes),
+            plan=tuple(shares),
+            reason=self.reason,
             progress=self.progress,
             finish=self.finish,
             age_s=max(0.0, now - self.asked_at),

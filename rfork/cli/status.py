@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from rich.table import Table
 from rich.tree import Tree
 
 from rfork import settings as options
+from rfork.cli.connect import planner_client
 from rfork.cli.console import escaped, out, print_json, reported
 from rfork.cli.options import JsonOption, PlannerOption
-from rfork.control.client import PlannerClient
-from rfork.errors import SettingsError
 from rfork.image import ranges
 from rfork.settings import Settings
-from rfork.wire import ForkView, InstanceView
+from rfork.wire import ForkView, InstanceView, ModelView
+
+WORDS = {"serving": ("seed", "green"), "loading": ("relay", "cyan"), "draining": ("draining", "yellow")}
 
 
 def status(planner: PlannerOption = None, as_json: JsonOption = False) -> None:
     """Show the models, instances and forks that the planner knows."""
     with reported(as_json=as_json):
-        chosen = options.load(Settings, planner=planner)
-        if chosen.planner is None:
-            raise SettingsError("no planner is set", hint="pass --planner URL or set RFORK_PLANNER")
-        token = chosen.token.get_secret_value() if chosen.token is not None else None
-        with PlannerClient(
-            chosen.planner, token=token, tls=chosen.tls, timeout_s=chosen.planner_timeout_s
-        ) as client:
+        with planner_client(options.load(Settings, planner=planner)) as client:
             models, instances, forks = client.models(), client.instances(), client.forks()
         if as_json:
             print_json(
@@ -38,50 +35,75 @@ def status(planner: PlannerOption = None, as_json: JsonOption = False) -> None:
         if not instances:
             out.print("no instance is registered: start one with `rfork seed MODEL_DIR`")
             return
-        table = Table("model", "rank", "size", "seeds", "relays", "forks running")
-        for model in models:
-            table.add_row(
-                escaped(model.model),
-                model.rank_key,
-                f"{model.image_bytes / 1e9:.3f} GB",
-                str(model.seeds),
-                str(model.relays),
-                str(model.forks_running),
-            )
-        out.print(table)
-        out.print(fork_tree(instances, forks))
+        # Unlike lines, tables and trees fold at the width there is: nothing is cut off.
+        out.print(model_table(models), soft_wrap=False)
+        out.print(fork_tree(instances, forks), soft_wrap=False)
 
 
-def fork_tree(instances: list[InstanceView], forks: list[ForkView]) -> Tree:
-    """Who reads (or read) from whom, as a tree; instances nobody gave to are its roots."""
+def model_table(models: Sequence[ModelView]) -> Table:
+    """What the fleet holds, and how many bytes of it came from storage and from one another."""
+    table = Table()
+    for heading in ("model", "rank"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("size", "seeds", "relays", "forks", "storage", "forked"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for model in models:
+        table.add_row(
+            escaped(model.model),
+            model.rank_key,
+            _gigabytes(model.image_bytes),
+            str(model.seeds),
+            str(model.relays),
+            str(model.forks_running),
+            _gigabytes(model.storage_bytes),
+            _gigabytes(model.forked_bytes),
+        )
+    return table
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3f} GB"
+
+
+def fork_tree(instances: Sequence[InstanceView], forks: Sequence[ForkView]) -> Tree:
+    """Who reads (or read) from whom, as a tree; instances that no other gave to are its roots."""
+    latest = {fork.instance_id: fork for fork in sorted(forks, key=lambda fork: -fork.age_s)}
     parents: dict[str, str] = {}
-    for fork in sorted(forks, key=lambda fork: -fork.age_s):
-        if fork.plan:
-            parents[fork.instance_id] = max(fork.plan, key=lambda route: ranges.count(route[1]))[0]
+    for target, fork in latest.items():
+        peers = [share for share in fork.plan if share.source_id != target]
+        if peers:
+            parents[target] = max(peers, key=lambda share: ranges.count(share.chunks)).source_id
     known = {view.report.instance_id: view for view in instances}
     tree = Tree("instances")
     nodes: dict[str, Tree] = {}
 
-    def node(instance_id: str, above: frozenset[str]) -> Tree:
-        if instance_id not in nodes:
-            parent = parents.get(instance_id)
-            attached = parent in known and parent not in above and parent is not None
-            root = node(parent, above | {instance_id}) if attached and parent is not None else tree
-            nodes[instance_id] = root.add(_line(known[instance_id]))
-        return nodes[instance_id]
+    def node(instance_id: str) -> Tree:
+        # From the instance up to a root, or to one that is there: a chain may be longer than Python's stack.
+        path: dict[str, None] = {}
+        above: str | None = instance_id
+        while above in known and above not in nodes and above not in path:
+            path[above] = None
+            above = parents.get(above)
+        root = nodes.get(above, tree) if above is not None else tree
+        for each in reversed(path):
+            root = nodes[each] = root.add(_line(known[each], latest))
+        return root
 
     for instance_id in known:
-        node(instance_id, frozenset())
+        node(instance_id)
     return tree
 
 
-def _line(view: InstanceView) -> str:
+def _line(view: InstanceView, latest: Mapping[str, ForkView]) -> str:
     report = view.report
     share = ranges.count(report.verified) / report.chunk_count if report.chunk_count else 1.0
-    word = {"serving": "seed", "loading": "relay", "draining": "draining"}[report.state]
-    colour = {"serving": "green", "loading": "cyan", "draining": "yellow"}[report.state]
-    trouble = f" [red]quarantined: {escaped(view.quarantined)}[/]" if view.quarantined else ""
+    word, colour = WORDS[report.state]
+    trouble = f"\n[red]quarantined: {escaped(view.quarantined)}[/]" if view.quarantined else ""
+    fork = latest.get(report.instance_id)
+    under_way = fork is not None and fork.state in ("planning", "running")
+    reason = f"\n[dim]{escaped(fork.reason)}[/]" if fork is not None and under_way and fork.reason else ""
     return (
-        f"[{colour}]{word}[/] {report.instance_id[:8]} {escaped(report.model)} "
-        f"on {escaped(report.placement.host)} {share:.0%} verified, {len(report.readers)} readers{trouble}"
+        f"[{colour}]{word}[/] {report.instance_id} {escaped(report.model)} "
+        f"on {escaped(report.placement.host)} {share:.0%} verified, {len(report.readers)} readers"
+        f"{trouble}{reason}"
     )

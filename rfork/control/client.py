@@ -7,46 +7,59 @@ that restarted) is sent once more on a fresh one.
 
 from __future__ import annotations
 
-import ssl
-import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self, TypeVar
 from urllib.parse import quote
+from weakref import WeakSet
 
 import httpx
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from rfork.errors import PlannerRefused, PlannerUnreachable, SettingsError
+from rfork.control.events import SILENCE_S, EventStream
+from rfork.control.rest import RestClient
+from rfork.errors import PlannerRefused
 from rfork.settings import TlsSettings
 from rfork.wire import (
     ForkFinish,
+    ForkPage,
     ForkProgress,
     ForkRequest,
     ForkState,
     ForkView,
     InstanceAck,
+    InstancePage,
     InstanceReport,
     InstanceState,
     InstanceView,
+    MayExit,
     ModelView,
     Plan,
-    Problem,
     ProgressAck,
 )
 
-Answer = TypeVar("Answer")
-
-INSTANCES: Final = TypeAdapter(list[InstanceView])
-FORKS: Final = TypeAdapter(list[ForkView])
+ACK: Final = TypeAdapter(InstanceAck)
+PLAN: Final = TypeAdapter(Plan)
+PROGRESS_ACK: Final = TypeAdapter(ProgressAck)
+INSTANCE: Final = TypeAdapter(InstanceView)
+INSTANCE_PAGE: Final = TypeAdapter(InstancePage)
+EXIT: Final = TypeAdapter(MayExit)
+FORK: Final = TypeAdapter(ForkView)
+FORK_PAGE: Final = TypeAdapter(ForkPage)
 MODELS: Final = TypeAdapter(list[ModelView])
-DEAD_CONNECTION: Final = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError, httpx.CloseError)
+
+PAGE: Final = 1000
+"""Items that one call of `instances` or `forks` asks for at a time."""
+
+Page = TypeVar("Page", InstancePage, ForkPage)
 
 
 class PlannerClient:
     """Speaks to one planner.
 
     Every method raises PlannerUnreachable when the planner does not answer within `timeout_s`, and
-    PlannerRefused when it answers with a problem document or with something that is not an answer.
+    PlannerRefused when it answers with a problem document or with something that is not an answer. `report`
+    and `ask` wait once, within `timeout_s`, where the planner says that it is busy for so long.
     The constructor raises SettingsError for a URL or TLS files that cannot be used; it connects to nothing.
     """
 
@@ -60,84 +73,123 @@ class PlannerClient:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         """`transport` replaces the sockets, for tests."""
-        self.url = url.rstrip("/")
-        self._timeout_s = timeout_s
-        headers = {"Accept": "application/json"}
-        if token:
-            headers["Authorization"] = f"Bearer {token}"
-        try:
-            parsed = httpx.URL(self.url)
-        except httpx.InvalidURL as error:
-            raise _bad_url(url, str(error)) from None
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise _bad_url(url, "it does not begin with http:// or https:// and a host")
-        try:
-            self._http = httpx.Client(
-                base_url=self.url,
-                headers=headers,
-                timeout=timeout_s,
-                verify=_ssl_context(tls),
-                transport=transport,
-                trust_env=False,  # the settings module alone reads the environment; proxies do not apply
-            )
-        except UnicodeEncodeError:
-            raise SettingsError("the planner token has characters that cannot stand in a header") from None
+        self._rest = RestClient(url, token=token, tls=tls, timeout_s=timeout_s, transport=transport)
+        self.url = self._rest.url
+        self._streams: WeakSet[EventStream] = WeakSet()
+
+    # -- instances --------------------------------------------------------------------------------
 
     def report(self, report: InstanceReport) -> InstanceAck:
         """Register an instance, or send its heartbeat: one call does both."""
-        path = f"/v1/instances/{_part(report.instance_id)}"
-        return self._parsed(TypeAdapter(InstanceAck), "PUT", path, report)
+        return self._rest.parsed(ACK, "PUT", _instance(report.instance_id), report, patient=True)
 
-    def drain(self, instance_id: str) -> InstanceView:
-        """Give the instance no new readers from now on."""
-        return self._parsed(TypeAdapter(InstanceView), "POST", f"/v1/instances/{_part(instance_id)}/drain")
+    def drain(self, instance_id: str, *, force: bool = False) -> InstanceView:
+        """Give the instance no new readers from now on.
+
+        PlannerRefused with problem `last-seed` where it is the last that holds its weights, unless forced.
+        """
+        query = {"force": "true"} if force else None
+        return self._rest.parsed(INSTANCE, "POST", f"{_instance(instance_id)}/drain", query=query)
+
+    def may_exit(self, instance_id: str) -> MayExit:
+        """Whether the instance may end now; one that the planner does not know may."""
+        return self._rest.parsed(EXIT, "GET", f"{_instance(instance_id)}/exit")
 
     def remove(self, instance_id: str) -> None:
         """Forget the instance; one that is not known is no error."""
-        self._call("DELETE", f"/v1/instances/{_part(instance_id)}")
+        self._rest.call("DELETE", _instance(instance_id))
+
+    def instance(self, instance_id: str) -> InstanceView:
+        """One instance; PlannerRefused with problem `unknown-instance` where there is none."""
+        return self._rest.parsed(INSTANCE, "GET", _instance(instance_id))
+
+    def instances(
+        self, *, model: str | None = None, state: InstanceState | None = None, host: str | None = None
+    ) -> list[InstanceView]:
+        """The instances the planner knows, in the order of their ids, fetched page after page."""
+        pages = self._pages(
+            lambda after: self.instance_page(model=model, state=state, host=host, after=after, limit=PAGE)
+        )
+        return [item for page in pages for item in page.items]
+
+    def instance_page(
+        self,
+        *,
+        model: str | None = None,
+        state: InstanceState | None = None,
+        host: str | None = None,
+        after: str | None = None,
+        limit: int | None = None,
+    ) -> InstancePage:
+        """Some of the instances: at most `limit`, from behind the cursor `after` on."""
+        query = {"model": model, "state": state, "host": host, "after": after, "limit": limit}
+        return self._rest.parsed(INSTANCE_PAGE, "GET", "/v1/instances", query=query)
+
+    # -- forks ------------------------------------------------------------------------------------
 
     def ask(self, request: ForkRequest) -> Plan:
         """Ask for a plan, or for a new one under the same fork_id."""
-        return self._parsed(TypeAdapter(Plan), "POST", "/v1/forks", request)
+        return self._rest.parsed(PLAN, "POST", "/v1/forks", request, patient=True)
 
     def progress(self, fork_id: str, progress: ForkProgress) -> ProgressAck:
         """Report progress and get the leases of the current routes renewed.
 
         PlannerRefused with problem `unknown-fork` means that the planner restarted: `ask` again.
         """
-        path = f"/v1/forks/{_part(fork_id)}/progress"
-        return self._parsed(TypeAdapter(ProgressAck), "POST", path, progress)
+        return self._rest.parsed(PROGRESS_ACK, "POST", f"{_fork(fork_id)}/progress", progress)
 
     def finish(self, fork_id: str, finish: ForkFinish) -> None:
         """Report how a fork ended; its leases are released."""
-        self._call("POST", f"/v1/forks/{_part(fork_id)}/finish", finish)
-
-    def instances(
-        self, *, model: str | None = None, state: InstanceState | None = None
-    ) -> list[InstanceView]:
-        """The instances the planner knows."""
-        return self._parsed(INSTANCES, "GET", "/v1/instances", query={"model": model, "state": state})
-
-    def instance(self, instance_id: str) -> InstanceView:
-        """One instance; PlannerRefused with problem `unknown-instance` where there is none."""
-        return self._parsed(TypeAdapter(InstanceView), "GET", f"/v1/instances/{_part(instance_id)}")
-
-    def forks(self, *, model: str | None = None, state: ForkState | None = None) -> list[ForkView]:
-        """The forks under way and the last finished ones."""
-        return self._parsed(FORKS, "GET", "/v1/forks", query={"model": model, "state": state})
+        self._rest.call("POST", f"{_fork(fork_id)}/finish", finish)
 
     def fork(self, fork_id: str) -> ForkView:
         """One fork; PlannerRefused with problem `unknown-fork` where there is none."""
-        return self._parsed(TypeAdapter(ForkView), "GET", f"/v1/forks/{_part(fork_id)}")
+        return self._rest.parsed(FORK, "GET", _fork(fork_id))
+
+    def forks(
+        self, *, model: str | None = None, state: ForkState | None = None, host: str | None = None
+    ) -> list[ForkView]:
+        """The forks under way and the last finished ones, in the order of their ids, page after page."""
+        pages = self._pages(
+            lambda after: self.fork_page(model=model, state=state, host=host, after=after, limit=PAGE)
+        )
+        return [item for page in pages for item in page.items]
+
+    def fork_page(
+        self,
+        *,
+        model: str | None = None,
+        state: ForkState | None = None,
+        host: str | None = None,
+        after: str | None = None,
+        limit: int | None = None,
+    ) -> ForkPage:
+        """Some of the forks: at most `limit`, from behind the cursor `after` on."""
+        query = {"model": model, "state": state, "host": host, "after": after, "limit": limit}
+        return self._rest.parsed(FORK_PAGE, "GET", "/v1/forks", query=query)
+
+    def events(
+        self, *, model: str | None = None, fork_id: str | None = None, silence_s: float = SILENCE_S
+    ) -> EventStream:
+        """Follow forks: iterate it, and close it (or use it in a `with` block) when done.
+
+        `silence_s` without a word, the planner's keep-alive included, is a broken connection.
+        """
+        response = self._rest.stream("/v1/events", {"model": model, "fork_id": fork_id}, silence_s)
+        stream = EventStream(self._rest, response, silence_s)
+        self._streams.add(stream)
+        return stream
+
+    # -- the rest ---------------------------------------------------------------------------------
 
     def models(self) -> list[ModelView]:
         """What the fleet holds, one row for each model, rank, layout and weights."""
-        return self._parsed(MODELS, "GET", "/v1/models")
+        return self._rest.parsed(MODELS, "GET", "/v1/models")
 
     def ready(self) -> bool:
         """Whether the planner is ready to answer; raises PlannerUnreachable where nothing answers."""
         try:
-            self._call("GET", "/readyz")
+            self._rest.call("GET", "/readyz")
         except PlannerRefused as error:
             if error.status == httpx.codes.SERVICE_UNAVAILABLE:
                 return False
@@ -145,8 +197,10 @@ class PlannerClient:
         return True
 
     def close(self) -> None:
-        """Close the pooled connections; the client cannot be used again."""
-        self._http.close()
+        """Close the pooled connections and end the streams; the client cannot be used again."""
+        for stream in list(self._streams):
+            stream.close()
+        self._rest.close()
 
     def __enter__(self) -> Self:
         return self
@@ -156,108 +210,20 @@ class PlannerClient:
     ) -> None:
         self.close()
 
-    def _parsed(
-        self,
-        answer: TypeAdapter[Answer],
-        method: str,
-        path: str,
-        body: BaseModel | None = None,
-        query: dict[str, str | None] | None = None,
-    ) -> Answer:
-        status, content = self._call(method, path, body, query)
-        try:
-            return answer.validate_json(content)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "body"
-            raise self._not_a_planner(method, path, status, f"{where}: {first['msg']}") from None
-
-    def _call(
-        self,
-        method: str,
-        path: str,
-        body: BaseModel | None = None,
-        query: dict[str, str | None] | None = None,
-    ) -> tuple[int, bytes]:
-        """Send one request; returns the status and body of a 2xx answer."""
-        deadline = time.monotonic() + self._timeout_s
-        request = self._http.build_request(
-            method,
-            path,
-            params={name: value for name, value in (query or {}).items() if value is not None},
-            content=None if body is None else body.model_dump_json(),
-            headers=None if body is None else {"Content-Type": "application/json"},
-        )
-        response = self._send(request, deadline)
-        if response.is_success:
-            return response.status_code, response.content
-        try:
-            problem = Problem.model_validate_json(response.content)
-        except ValidationError:
-            raise self._not_a_planner(method, path, response.status_code, "not a problem document") from None
-        raise PlannerRefused(
-            f"planner {self.url} refused {method} {path}: {problem.detail}",
-            status=response.status_code,
-            problem=problem.type.rsplit("/", 1)[-1],
-            hint="set RFORK_TOKEN to the planner's token" if response.status_code in (401, 403) else "",
-        )
-
-    def _send(self, request: httpx.Request, deadline: float) -> httpx.Response:
-        """Send, once more if the pooled connection was dead, and read the body within `deadline`."""
-        try:
-            try:
-                return self._read(request, deadline)
-            except DEAD_CONNECTION:
-                return self._read(request, deadline)
-        except httpx.RequestError as error:
-            raise self._unreachable(error) from error
-        except RuntimeError as error:  # httpx: the client has been closed
-            raise PlannerUnreachable(f"planner {self.url} was not asked: {error}") from error
-
-    def _read(self, request: httpx.Request, deadline: float) -> httpx.Response:
-        response = self._http.send(request, stream=True)
-        try:
-            content = bytearray()
-            for piece in response.iter_bytes():
-                content += piece
-                # httpx bounds each wait, not their sum: a server that trickles would hold the caller.
-                if time.monotonic() > deadline:
-                    raise httpx.ReadTimeout("the answer trickled in too slowly", request=request)
-        finally:
-            response.close()
-        return httpx.Response(response.status_code, content=bytes(content), request=request)
-
-    def _unreachable(self, error: httpx.RequestError) -> PlannerUnreachable:
-        if isinstance(error, httpx.TimeoutException):
-            reason = f"no answer within {self._timeout_s:g} s"
-        else:
-            reason = str(error) or type(error).__name__
-        message = f"planner {self.url} cannot be reached: {reason}"
-        return PlannerUnreachable(message, hint="check RFORK_PLANNER")
-
-    def _not_a_planner(self, method: str, path: str, status: int, reason: str) -> PlannerRefused:
-        return PlannerRefused(
-            f"{self.url} gave no planner's answer to {method} {path} (status {status}): {reason}",
-            status=status,
-            problem="not-a-planner",
-            hint="check that RFORK_PLANNER names an rfork planner of this release",
-        )
+    def _pages(self, fetch: Callable[[str | None], Page]) -> list[Page]:
+        pages = [fetch(None)]
+        while (following := pages[-1].next) is not None:
+            pages.append(fetch(following))
+            # Cursors only grow: a planner that goes round in circles must not hold the caller.
+            ahead = pages[-1].next
+            if ahead is not None and ahead <= following:
+                raise self._rest.not_a_planner("GET", "a list", httpx.codes.OK, "its pages go in circles")
+        return pages
 
 
-def _part(identifier: str) -> str:
-    return quote(identifier, safe=":")
+def _instance(instance_id: str) -> str:
+    return f"/v1/instances/{quote(instance_id, safe=':')}"
 
 
-def _bad_url(url: str, reason: str) -> SettingsError:
-    return SettingsError(f"planner URL {url!r} cannot be used: {reason}", hint="e.g. http://127.0.0.1:8700")
-
-
-def _ssl_context(tls: TlsSettings | None) -> ssl.SSLContext:
-    """Trust `tls.ca` (else this machine's authorities) and show `tls.certificate` if there is one."""
-    try:
-        context = ssl.create_default_context(cafile=tls.ca if tls else None)
-        if tls and tls.certificate and tls.key:
-            context.load_cert_chain(tls.certificate, tls.key)
-    except (OSError, ssl.SSLError) as error:
-        raise SettingsError(f"the TLS files of the planner client cannot be used: {error}") from error
-    return context
+def _fork(fork_id: str) -> str:
+    return f"/v1/forks/{quote(fork_id, safe=':')}"

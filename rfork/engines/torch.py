@@ -11,12 +11,14 @@ from torch import nn
 from rfork import settings as options
 from rfork.control.client import PlannerClient
 from rfork.errors import UnsupportedTensor
-from rfork.fork.fallback import checkpoint_fallback, loader_fallback
+from rfork.fork.fallback import checkpoint_fallback, loader_fallback, snapshot_fallback
+from rfork.fork.progress import OnProgress
 from rfork.fork.report import ForkReport
-from rfork.fork.session import ForkSession, OnProgress
+from rfork.fork.session import ForkSession
 from rfork.image.capture import capture
 from rfork.peer.client import PeerClient
-from rfork.seed.seed import Identity, Seed, seal
+from rfork.seed.holding import seal
+from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
 from rfork.transport.choice import choose
 from rfork.wire import Rank
@@ -41,15 +43,23 @@ def fork(
     While it is filled, and from then on, this process gives the weights onwards: `ForkReport.seed`
     is that giving side, open until it is closed or the process ends.
 
-    `planner` (URL) and `deadline` (seconds) override the settings. When no source works, the weights
-    come from `checkpoint` (a folder of safetensors files), then from `loader(module)`. Tensors whose
-    names match a pattern in `exclude` are neither read nor given.
+    What this instance could read by itself is, best first: the snapshot that the settings name,
+    `checkpoint` (a folder of safetensors files), and `loader(module)`. Where no instance holds the
+    weights, the planner elects one of those that wait to read them, for all: this one may be it, and
+    `ForkReport.storage_bytes` says what it read. A loader is run on the calling thread. With the
+    setting `cold_start` ``own`` nobody is waited for. When nothing else works, or the deadline
+    passed, each of these ways is tried here in that order.
+
+    `planner` (URL) and `deadline` (seconds) override the settings. Tensors whose names match a pattern
+    in `exclude` are neither read nor given.
 
     Raises NothingLeft when nothing worked, and UserError kinds for what the caller got wrong; the
     module's content is then undefined. It is never half filled and returned as a success.
     """
     chosen = _settings(settings, planner=planner, deadline_s=deadline)
     fallbacks = []
+    if chosen.snapshot is not None:
+        fallbacks.append(snapshot_fallback(chosen.snapshot, exclude))
     if checkpoint is not None:
         fallbacks.append(checkpoint_fallback(Path(checkpoint)))
     if loader is not None:

@@ -6,38 +6,23 @@ nobody else.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Mapping
-from typing import Protocol
 
-from rfork.errors import RforkError, SourceGone, SourceStalled, TargetError
-from rfork.image.manifest import Manifest
+from rfork.errors import RforkError, SourceCorrupt, SourceGone, SourceStalled, TargetError
+from rfork.fork.giver import Listener
+from rfork.image import ranges
 from rfork.image.memory import Image
-from rfork.image.ranges import Range
-from rfork.peer.base import Dial, Peer
+from rfork.peer.base import Dial, Peer, Progress
 from rfork.settings import Settings
 from rfork.transport.base import Reader, Transport
 from rfork.wire import Lease, Route
 
+DRAFT = re.compile(r"[0-9a-f]{32}(-[0-9a-f]{16})?")
 SHOW_AFTER = 1 / 3
 """Part of a lease's life after which the source is shown the next one, even if nothing is read."""
-
-
-class FeedListener(Protocol):
-    """What a feed tells the puller, on the feed's own thread."""
-
-    def on_manifest(self, feed: Feed, manifest: Manifest) -> None:
-        """What the source's image holds; before its first offer. May raise what ends the feed."""
-        ...
-
-    def on_offer(self, feed: Feed, chunks: tuple[Range, ...]) -> None:
-        """These chunks can be read from the source from now on."""
-        ...
-
-    def on_failure(self, feed: Feed, error: RforkError) -> None:
-        """The feed has ended by itself."""
-        ...
 
 
 class Feed:
@@ -53,13 +38,15 @@ class Feed:
         transports: Mapping[str, Transport],
         dial: Dial,
         settings: Settings,
-        listener: FeedListener,
+        listener: Listener,
         deadline: float,
     ) -> None:
-        self.source_id = route.source_id
+        self.source_id = self.instance_id = route.source_id
         self.host = route.placement.host
         self.address = route.address
         self.transport = ""
+        self.loading = False
+        """Whether the source, or whom it waits for, reads from storage now."""
         self.heard_at = time.monotonic()
         self.advanced_at = self.heard_at
         self._route = route
@@ -140,20 +127,33 @@ class Feed:
             raise SourceGone(f"{self.address}: the channel is closed")
 
     def _watch(self, peer: Peer, channel_id: str) -> None:
-        informed = False
+        known = ""
         for news in peer.watch(channel_id, self._settings.stall_s / 4):
             self.heard_at = time.monotonic()
             self._show_lease(peer)
-            if not news.chunks:
-                continue
-            self.advanced_at = self.heard_at
-            if not informed:
-                # A relay knows its manifest before it has its first chunk: now it answers at once.
+            self.loading = news.loading
+            if news.chunks or news.loading:
+                self.advanced_at = self.heard_at
+            if news.weights_id is not None and news.weights_id != known:
                 step = min(self.heard_at + self._settings.stall_s, self._deadline)
-                self._listener.on_manifest(self, peer.manifest(self._image.layout, step))
-                informed = True
-            self._listener.on_offer(self, news.chunks)
+                manifest = peer.manifest(self._image.layout, step)
+                self._listener.on_manifest(self, manifest)
+                known = manifest.weights_id
+            elif news.weights_id is None and news.chunks:
+                self._listener.on_draft(self, *self._drafted(news))
+            if news.chunks:
+                self._listener.on_offer(self, news.chunks)
         raise SourceGone(f"{self.address}: the source closed the channel")
+
+    def _drafted(self, news: Progress) -> tuple[str, dict[int, bytes]]:
+        """The draft and the digests in what the source said."""
+        count = len(self._image.layout.chunks)
+        sane = all(begin <= end <= count for begin, end in news.chunks)
+        if not sane or len(news.digests) != ranges.count(news.chunks):
+            raise SourceCorrupt(f"{self.address}: offers chunks without a manifest and without digests")
+        if news.draft is None or not DRAFT.fullmatch(news.draft):
+            raise SourceCorrupt(f"{self.address}: {news.draft!r} is no draft")
+        return news.draft, dict(zip(ranges.indices(news.chunks), news.digests, strict=True))
 
     def _show_lease(self, peer: Peer) -> None:
         """The source takes a place back when the last lease it saw is over, also from a reader that waits."""
@@ -166,7 +166,8 @@ class Feed:
         """Why this source counts as stalled at `now`, if it does.
 
         Silence (not even a keep-alive) is judged after `stall_s`; a relay that lives but offers
-        nothing new after three times that, since it may be waiting for a source of its own.
+        nothing new after three times that, since it may be waiting for a source of its own. As long as
+        that one reads from storage, and the relay says so, only the fork's deadline ends the wait.
         """
         silent = now - max(self.heard_at, self.advanced_at)
         if silent > self._settings.stall_s:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from rfork.wire import source_kind
+
 if TYPE_CHECKING:
     from rfork.seed.seed import Seed
 
@@ -16,7 +18,7 @@ Outcome = Literal["forked", "fallback"]
 
 @dataclass(frozen=True, slots=True)
 class SourceShare:
-    """What one source gave."""
+    """What one source gave: a peer, or this instance's own storage under the name ``KIND:URI``."""
 
     source_id: str
     host: str
@@ -29,10 +31,12 @@ class SourceShare:
 class ForkReport:
     """How one rank got its weights. Sizes in bytes, times in seconds.
 
-    `seconds` is the whole call; `phases` its parts (capture, plan, transfer, fallback, digest).
+    `seconds` is the whole call; `phases` its parts (capture, offer, plan, transfer, fallback, digest).
     `bytes_read` counts the chunks that arrived, right or wrong, `bytes_repeated` those that had to be
-    asked for again. `reasons` has one line for each failure on the way. `seed` is this process's
-    giving side, still open: close it, or leave it to the end of the process.
+    asked for again; `storage_bytes` is what this instance read from storage, for itself and for those
+    that waited behind it. `efficiency` is the transfer's rate over the best rate that it had for about
+    a second, None where it was too short to tell. `reasons` has one line for each failure on the way.
+    `seed` is this process's giving side, still open: close it, or leave it to the end of the process.
     """
 
     fork_id: str
@@ -50,6 +54,7 @@ class ForkReport:
     bytes_repeated: int = 0
     replans: int = 0
     sources: tuple[SourceShare, ...] = ()
+    efficiency: float | None = None
     fallback: str | None = None
     reasons: tuple[str, ...] = ()
     seed: Seed | None = field(default=None, repr=False, compare=False)
@@ -60,10 +65,20 @@ class ForkReport:
         transfer = self.phases.get("transfer", 0.0)
         return self.image_bytes / transfer / 1e9 if transfer and self.outcome == "forked" else 0.0
 
+    @property
+    def storage_bytes(self) -> int:
+        """Verified bytes that came from this instance's own storage by the planner's election."""
+        return sum(share.verified_bytes for share in self.sources if source_kind(share.source_id) != "peer")
+
     def to_dict(self) -> dict[str, object]:
         """All values, ready for JSON (the live `seed` is left out)."""
         values = {name: getattr(self, name) for name in self.__slots__ if name not in ("seed", "sources")}
-        return {**values, "sources": [asdict(share) for share in self.sources], "gb_per_s": self.gb_per_s}
+        return {
+            **values,
+            "sources": [asdict(share) for share in self.sources],
+            "storage_bytes": self.storage_bytes,
+            "gb_per_s": self.gb_per_s,
+        }
 
     def line(self) -> str:
         """The report on one line, for logs and terminals."""
@@ -72,13 +87,21 @@ class ForkReport:
             why = self.reasons[-1] if self.reasons else "no reason given"
             return f"loaded {size} from {self.fallback} in {self.seconds:.2f} s, because: {why}"
         givers = ", ".join(
-            f"{share.source_id[:8]}@{share.host} ({share.transport})" for share in self.sources
+            f"{short(share.source_id)}@{share.host} ({share.transport})"
+            if source_kind(share.source_id) == "peer"
+            else share.source_id
+            for share in self.sources
         )
         again = f", {self.bytes_repeated / 1e6:.1f} MB read again" if self.bytes_repeated else ""
         return (
             f"forked {size} in {self.seconds:.2f} s ({self.gb_per_s:.2f} GB/s) from {givers}; "
             f"{self.chunks_verified}/{self.chunks} chunks verified{again}"
         )
+
+
+def short(source_id: str) -> str:
+    """A source as logs name it: the first 8 characters of an instance, storage by its whole name."""
+    return source_id[:8] if source_kind(source_id) == "peer" else source_id
 
 
 class Stopwatch:

@@ -104,6 +104,23 @@ class Schedule:
         self._readable.pop(source_id, None)
         self._ready.pop(source_id, None)
 
+    def drop(self, chunks: Iterable[int]) -> None:
+        """These verified chunks turned out wrong: they are read again, once a plan says from whom."""
+        self._verified.difference_update(chunks)
+
+    def fill(self) -> None:
+        """Every chunk was verified by other means; nothing is in flight."""
+        self._verified.update(range(self.chunk_count))
+        self._assigned.clear()
+
+    @property
+    def shares(self) -> dict[str, tuple[Range, ...]]:
+        """What is read, or will be by the newest plan, by source."""
+        chunks: dict[str, list[int]] = {}
+        for chunk, source in (self._assigned | self._in_flight).items():
+            chunks.setdefault(source, []).append(chunk)
+        return {source: ranges.from_indices(taken) for source, taken in chunks.items()}
+
     def wanted_from(self, source_id: str) -> bool:
         """Whether the newest plan, or a reader, still needs something of this source."""
         return source_id in self._assigned.values() or source_id in self._in_flight.values()

@@ -5,10 +5,8 @@ Runs on the target. The order of design section 4, in one place.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from uuid import uuid4
 
 from torch import nn
@@ -25,9 +23,11 @@ from rfork.errors import (
     RforkError,
     UnsupportedTensor,
 )
+from rfork.fork.cold import Offers, Rebound
 from rfork.fork.explain import explain_mismatch
 from rfork.fork.fallback import Derived, Fallback, fall_back
-from rfork.fork.feed import Feed, FeedListener
+from rfork.fork.opening import Opening
+from rfork.fork.progress import Meter, OnProgress, Reporter
 from rfork.fork.puller import Pulled, Puller
 from rfork.fork.report import ForkReport, Outcome, Stopwatch
 from rfork.image.board import ChunkBoard
@@ -39,21 +39,19 @@ from rfork.peer.server import PeerServer, ServePeer
 from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
 from rfork.transport.base import Transport
-from rfork.wire import ForkFinish, ForkProgress, ForkRequest, Plan, Route, SourceFault
+from rfork.wire import ForkFinish, ForkRequest, Plan, Share, SourceFault
 
 log = logger(__name__)
 
-PROGRESS_S = 1.0
 NOTHING_PULLED = Pulled(0, 0, 0, ())
-
-OnProgress = Callable[[ForkProgress, int], None]
-"""Told the progress about four times a second, and the image's size in bytes."""
 
 
 class ForkSession:
     """Fills one module's tensors. Call `run` once.
 
-    `fallbacks` are tried in order once no source works. Without a planner they are all there is.
+    `fallbacks`, best first, are what this instance could read by itself. The planner is offered them
+    (unless `settings.cold_start` is ``own``), and may elect it to read one of them for all that wait;
+    they are tried in order once nothing else works. Without a planner they are all there is.
     """
 
     def __init__(
@@ -82,6 +80,7 @@ class ForkSession:
         self._serve_peer = serve_peer
         self._fork_id = uuid4().hex
         self._watch = Stopwatch()
+        self._meter = Meter()
         self._deadline = time.monotonic() + settings.deadline_s
 
     def run(self) -> ForkReport:
@@ -123,139 +122,122 @@ class ForkSession:
     def _fill(self, image: Image, board: ChunkBoard, seed: Seed, derived: Derived | None) -> ForkReport:
         reasons: list[RforkError] = []
         pulled = NOTHING_PULLED
+        name: str | None = None
+        outcome: Outcome = "forked"
         try:
-            pulled = self._pull(image, board, seed, reasons)
+            pulled = self._pull(image, board, seed, derived, reasons)
+        except Rebound as loaded:
+            outcome, name = "fallback", loaded.name
         except (ForkFailed, NetworkError, DeadlinePassed) as error:
             reasons.append(error)
             # Whoever reads from this relay must not see what the fallback writes over it.
             seed.fence()
             with self._watch.phase("fallback"):
-                name: str | None = fall_back(self._module, derived, self._fallbacks, reasons)
-            if image.same_memory(capture(self._module, exclude=self._exclude)):
-                with self._watch.phase("digest"):
-                    seed.reseal()
-            else:
-                log.warning("not a seed: the fallback put new tensors in the module's place", fallback=name)
-            outcome: Outcome = "fallback"
-        else:
-            name, outcome = None, "forked"
+                outcome, name = "fallback", fall_back(self._module, derived, self._fallbacks, reasons)
+        seed.storage = ()
+        if outcome == "forked":
             seed.serve()
-        manifest = seed.manifest
-        report = ForkReport(
+        elif image.same_memory(capture(self._module, exclude=self._exclude)):
+            with self._watch.phase("digest"):
+                seed.reseal()
+        else:
+            seed.fence()
+            log.warning("not a seed: new tensors were put in the module's place", by=name)
+        report = self._report(image, board, seed, pulled, outcome, name, reasons)
+        self._finish(outcome, report, reasons)
+        log.info("fork done", report=report.line())
+        return report
+
+    def _report(
+        self,
+        image: Image,
+        board: ChunkBoard,
+        seed: Seed,
+        pulled: Pulled,
+        outcome: Outcome,
+        fallback: str | None,
+        reasons: Sequence[RforkError],
+    ) -> ForkReport:
+        manifest, layout = seed.manifest, image.layout
+        transfer_s = self._watch.phases.get("transfer", 0.0)
+        forked = outcome == "forked"
+        return ForkReport(
             fork_id=self._fork_id,
             instance_id=self._identity.instance_id,
             model=self._identity.model,
             outcome=outcome,
-            layout_id=image.layout.layout_id,
+            layout_id=layout.layout_id,
             weights_id=manifest.weights_id if manifest is not None else "",
-            image_bytes=image.layout.image_bytes,
-            chunks=len(image.layout.chunks),
-            chunks_verified=len(board) if self._settings.verify or outcome == "fallback" else 0,
+            image_bytes=layout.image_bytes,
+            chunks=len(layout.chunks),
+            chunks_verified=len(board) if self._settings.verify or not forked else 0,
             seconds=self._watch.seconds,
             phases={phase: round(seconds, 4) for phase, seconds in self._watch.phases.items()},
             bytes_read=pulled.bytes_read,
             bytes_repeated=pulled.bytes_repeated,
             replans=pulled.replans,
             sources=pulled.sources,
-            fallback=name,
+            efficiency=self._meter.efficiency(layout.image_bytes, transfer_s) if forked else None,
+            fallback=fallback,
             reasons=tuple(f"{error.kind}: {error}" for error in reasons),
             seed=seed,
         )
-        self._finish(outcome, report, reasons)
-        log.info("fork done", report=report.line())
-        return report
 
-    def _pull(self, image: Image, board: ChunkBoard, seed: Seed, reasons: list[RforkError]) -> Pulled:
+    def _pull(
+        self,
+        image: Image,
+        board: ChunkBoard,
+        seed: Seed,
+        derived: Derived | None,
+        reasons: list[RforkError],
+    ) -> Pulled:
         planner = self._planner
         if planner is None:
             raise NoSource("no planner is set", hint="set RFORK_PLANNER or pass planner=")
 
-        def ask(faults: tuple[SourceFault, ...]) -> Plan:
-            request = ForkRequest(fork_id=self._fork_id, instance=seed.report(), faults=faults)
+        def ask(faults: tuple[SourceFault, ...], current: tuple[Share, ...]) -> Plan:
+            request = ForkRequest(
+                fork_id=self._fork_id, instance=seed.report(), faults=faults, current=current
+            )
             with self._watch.phase("plan"):
                 plan = planner.ask(request)
-            if plan.other_layout is not None and not plan.routes:
+            if plan.other_layout is not None and not plan.routes and not plan.storage:
                 raise explain_mismatch(plan.other_layout, image.layout, self._dial, self._settings.stall_s)
             return plan
 
-        transports = {transport.name: transport for transport in self._transports}
-
-        def open_feed(route: Route, listener: FeedListener) -> Feed:
-            return Feed(route, image, transports, self._dial, self._settings, listener, self._deadline)
-
-        puller = Puller(
-            image,
-            board,
-            self._settings,
-            open_feed=open_feed,
-            replan=ask,
-            learn=seed.learn,
-            deadline=self._deadline,
-        )
-        try:
-            with self._reporting(planner, puller, board, image), self._watch.phase("transfer"):
-                return puller.run()
-        finally:
-            reasons.extend(puller.reasons)
-
-    @contextlib.contextmanager
-    def _reporting(
-        self, planner: PlannerClient, puller: Puller, board: ChunkBoard, image: Image
-    ) -> Iterator[None]:
-        """Tell the planner and the caller about progress, and renew leases, while the block runs."""
-        done = threading.Event()
-        reporter = threading.Thread(
-            target=self._report_progress,
-            args=(planner, puller, board, image, done),
-            name="rfork-progress",
-            daemon=True,
-        )
-        reporter.start()
-        try:
-            yield
-        finally:
-            done.set()
-            # A planner that does not answer must not hold up a fork that is done.
-            reporter.join(PROGRESS_S)
-
-    def _report_progress(
-        self, planner: PlannerClient, puller: Puller, board: ChunkBoard, image: Image, done: threading.Event
-    ) -> None:
-        began = time.monotonic()
-        told_at = began
-        while True:
-            last = done.wait(PROGRESS_S / 4)
-            now = time.monotonic()
-            progress = ForkProgress(
-                verified=board.verified,
-                bytes_read=puller.bytes_read,
-                bytes_per_s=puller.bytes_read / max(now - began, 1e-9),
-                sources={share.source_id: share.verified_bytes for share in puller.shares},
+        shared = derived is not None and self._settings.cold_start == "share"
+        ways = self._fallbacks if shared else ()
+        with self._watch.phase("offer"):
+            opened = Offers(ways, self._module, image, derived, seed, self._exclude)
+        with opened as offers:
+            seed.storage = offers.told
+            opening = Opening(
+                image,
+                {transport.name: transport for transport in self._transports},
+                self._dial,
+                self._settings,
+                offers,
+                self._identity.instance_id,
+                self._deadline,
             )
-            self._show_progress(progress, image.layout.image_bytes)
-            if last:
-                return
-            if now - told_at < PROGRESS_S:
-                continue
-            told_at = now
+            puller = Puller(
+                image,
+                board,
+                self._settings,
+                identity=(self._identity.instance_id, self._settings.host),
+                opening=opening,
+                replan=ask,
+                load_whole=offers.load_whole,
+                giving=seed,
+                deadline=self._deadline,
+            )
+            reporter = Reporter(self._fork_id, planner, puller, board, self._on_progress)
+            self._meter = reporter.meter
             try:
-                puller.renew(planner.progress(self._fork_id, progress).leases)
-            except PlannerRefused as error:
-                if error.problem == "unknown-fork":
-                    puller.plan_again()
-                else:
-                    log.warning("progress refused, so leases will run out", detail=str(error))
-            except PlannerUnreachable as error:
-                log.debug("progress not told", detail=str(error))
-
-    def _show_progress(self, progress: ForkProgress, image_bytes: int) -> None:
-        if self._on_progress is None:
-            return
-        try:
-            self._on_progress(progress, image_bytes)
-        except Exception:  # what shows the progress may fail; this thread also renews the leases
-            log.exception("progress not shown, and not shown again")
-            self._on_progress = None
+                with reporter.running(), self._watch.phase("transfer"):
+                    return puller.run()
+            finally:
+                reasons.extend(puller.reasons)
 
     def _finish(self, outcome: str, report: ForkReport | None, reasons: Sequence[BaseException]) -> None:
         """Tell the planner how it ended, which also gives the leases back. Best effort: leases expire."""
@@ -270,6 +252,7 @@ class ForkSession:
                 if report
                 else {},
                 "fallback": report.fallback if report is not None else None,
+                "efficiency": report.efficiency if report is not None else None,
                 "reasons": [f"{type(error).__name__}: {error}" for error in reasons],
             }
         )

@@ -5,78 +5,120 @@ Runs on the target. The puller holds its lock around every call here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
-from rfork.errors import RforkError
-from rfork.fork.feed import Feed, FeedListener
-from rfork.fork.report import SourceShare
+from rfork.errors import Fault, RforkError
+from rfork.fork.digests import Digests
+from rfork.fork.feed import Feed
+from rfork.fork.giver import Giver, Listener
+from rfork.fork.report import SourceShare, short
 from rfork.fork.schedule import Schedule
+from rfork.fork.storage_feed import StorageFeed
+from rfork.image import ranges
 from rfork.logs import logger
-from rfork.wire import Lease, Route, SourceFault
+from rfork.storage.base import name_of
+from rfork.wire import Lease, Route, Share, SourceFault, StorageRead
 
 log = logger(__name__)
 
 MOST_FAILURES = 3
 """A source that failed this often is not asked again by this fork, whoever was at fault."""
 
-OpenFeed = Callable[[Route, FeedListener], Feed]
+
+class Open(Protocol):
+    """Makes the (not yet started) feeds of a plan."""
+
+    def peer(self, route: Route, listener: Listener) -> Feed:
+        """The feed of one route."""
+        ...
+
+    def storage(self, read: StorageRead, listener: Listener) -> StorageFeed:
+        """The feed of this instance's own storage."""
+        ...
 
 
 class Sources:
     """Keeps the feeds in step with the plan and the schedule."""
 
-    def __init__(self, schedule: Schedule, open_feed: OpenFeed, listener: FeedListener) -> None:
+    def __init__(self, schedule: Schedule, digests: Digests, opening: Open, listener: Listener) -> None:
         self.reasons: list[RforkError] = []
         self._schedule = schedule
-        self._open_feed = open_feed
+        self._digests = digests
+        self._opening = opening
         self._listener = listener
-        self._feeds: dict[str, Feed] = {}
-        self._retired: list[Feed] = []
-        self._closing: list[Feed] = []
+        self._feeds: dict[str, Giver] = {}
+        self._retired: list[Giver] = []
+        self._closing: list[Giver] = []
         self._failures: dict[str, int] = {}
         self._faults: list[SourceFault] = []
         self._shares: dict[str, SourceShare] = {}
 
-    def adopt(self, routes: Sequence[Route]) -> None:
+    def adopt(self, routes: Sequence[Route], reads: Sequence[StorageRead]) -> None:
         """Follow a plan: feeds that it names are kept or opened, those that nothing is wanted of end."""
         for route in routes:
             feed = self._feeds.get(route.source_id)
-            if feed is not None:
+            if isinstance(feed, Feed):
                 feed.renew(route.lease)
-                continue
-            # What an earlier feed of this source offered is void: nothing can be read before this one is up.
-            self._schedule.fail(route.source_id)
-            feed = self._open_feed(route, self._listener)
-            self._feeds[route.source_id] = feed
-            feed.start()
-        self._schedule.adopt({route.source_id: route.chunks for route in routes})
+            else:
+                self._add(route.source_id, self._opening.peer(route, self._listener))
+        wanted = {route.source_id: route.chunks for route in routes}
+        for read in reads:
+            name = name_of(read.kind, read.uri)
+            if name not in self._feeds:
+                self._add(name, self._opening.storage(read, self._listener))
+            wanted[name] = read.chunks
+        self._schedule.adopt(wanted)
         for source_id in [name for name in self._feeds if not self._schedule.wanted_from(name)]:
             self._retire(source_id)
 
-    def find(self, source_id: str) -> Feed | None:
+    def _add(self, source_id: str, feed: Giver) -> None:
+        # What an earlier feed of this source offered is void: nothing can be read before this one is up.
+        self._schedule.fail(source_id)
+        self._feeds[source_id] = feed
+        feed.start()
+
+    def retire_all(self) -> None:
+        """Read from nobody any more."""
+        for source_id in list(self._feeds):
+            self._schedule.fail(source_id)
+            self._retire(source_id)
+
+    def find(self, source_id: str) -> Giver | None:
         """The feed of a source that is read from now."""
         return self._feeds.get(source_id)
 
     def renew(self, leases: Mapping[str, Lease]) -> None:
         """Newer lease tokens, by source."""
         for source_id, lease in leases.items():
-            if source_id in self._feeds:
-                self._feeds[source_id].renew(lease)
+            feed = self._feeds.get(source_id)
+            if isinstance(feed, Feed):
+                feed.renew(lease)
 
-    def fail(self, feed: Feed, error: RforkError) -> None:
+    def fail(self, feed: Giver, error: RforkError) -> None:
         """Give up on a source, and keep its fault for the planner."""
         if self._feeds.get(feed.source_id) is not feed:
             return  # it failed already, and this is the echo on another thread
-        log.warning("source failed", source=feed.source_id[:8], error=error.kind, detail=str(error))
-        self.reasons.append(error)
-        self._failures[feed.source_id] = failures = self._failures.get(feed.source_id, 0) + 1
-        fault = error.fault if error.fault == "source" or failures < MOST_FAILURES else "network"
-        self._faults.append(
-            SourceFault(instance_id=feed.source_id, fault=fault, error=error.kind, detail=str(error)[:1000])
-        )
         self._schedule.fail(feed.source_id)
         self._retire(feed.source_id)
+        if isinstance(feed, StorageFeed):
+            self.fail_storage(feed.source_id, feed.instance_id, error)
+            return
+        failures = self._failures[feed.source_id] = self._failures.get(feed.source_id, 0) + 1
+        fault = error.fault if error.fault == "source" or failures < MOST_FAILURES else "network"
+        self._blame(feed.source_id, feed.instance_id, fault, error)
+
+    def fail_storage(self, name: str, instance_id: str, error: RforkError) -> None:
+        """This instance cannot read the storage of that name: somebody else has to."""
+        self._blame(name, instance_id, "storage", error)
+
+    def _blame(self, name: str, instance_id: str, fault: Fault, error: RforkError) -> None:
+        log.warning("source failed", source=short(name), error=error.kind, detail=str(error))
+        self.reasons.append(error)
+        self._faults.append(
+            SourceFault(instance_id=instance_id, fault=fault, error=error.kind, detail=str(error)[:1000])
+        )
 
     def fail_stalled(self, now: float) -> None:
         """Give up on sources that something is wanted of and that are silent or stand still."""
@@ -85,16 +127,35 @@ class Sources:
             if stall is not None and self._schedule.wanted_from(source_id):
                 self.fail(feed, stall)
 
-    def credit(self, feed: Feed, nbytes: int) -> None:
-        """A chunk of `nbytes` from this source is verified."""
-        share = self._shares.get(feed.source_id)
-        if share is None:
-            share = SourceShare(feed.source_id, feed.host, feed.transport, 0, 0)
-        self._shares[feed.source_id] = replace(
+    def credit(self, source_id: str, host: str, transport: str, chunks: int, nbytes: int) -> None:
+        """This many chunks from this source are verified."""
+        share = self._shares.get(source_id) or SourceShare(source_id, host, transport, 0, 0)
+        self._shares[source_id] = replace(
             share,
-            transport=feed.transport,
-            verified_chunks=share.verified_chunks + 1,
+            transport=transport,
+            verified_chunks=share.verified_chunks + chunks,
             verified_bytes=share.verified_bytes + nbytes,
+        )
+
+    @property
+    def current(self) -> tuple[Share, ...]:
+        """What is read from whom by the plan there is; this instance's own id stands for its storage."""
+        chunks: dict[str, tuple[ranges.Range, ...]] = {}
+        for source_id, part in self._schedule.shares.items():
+            if (feed := self._feeds.get(source_id)) is not None:
+                before = chunks.get(feed.instance_id, ())
+                chunks[feed.instance_id] = ranges.normalise((*before, *part))
+        return tuple(Share(source_id=name, chunks=part) for name, part in chunks.items())
+
+    @property
+    def loading(self) -> bool:
+        """Whether a source that something is wanted of waits for storage."""
+        return any(feed.loading and self._schedule.wanted_from(name) for name, feed in self._feeds.items())
+
+    def giving_besides(self, feed: Giver) -> bool:
+        """Whether another source is left that something is wanted of."""
+        return any(
+            other is not feed and self._schedule.wanted_from(name) for name, other in self._feeds.items()
         )
 
     @property
@@ -121,17 +182,18 @@ class Sources:
         """Whether `take_retired` has something to give."""
         return bool(self._closing)
 
-    def take_retired(self) -> list[Feed]:
+    def take_retired(self) -> list[Giver]:
         """Feeds that ended since the last call, for the caller to close without the lock."""
         closing, self._closing = self._closing, []
         return closing
 
     @property
-    def everyone(self) -> tuple[Feed, ...]:
+    def everyone(self) -> tuple[Giver, ...]:
         """All feeds that ever were, to be closed and joined at the end."""
         return (*self._feeds.values(), *self._retired)
 
     def _retire(self, source_id: str) -> None:
         feed = self._feeds.pop(source_id)
+        self._digests.forget(source_id)
         self._retired.append(feed)
         self._closing.append(feed)

@@ -1,7 +1,11 @@
-"""The chunk board: which chunks of an image hold verified bytes.
+"""The chunk board: which chunks of an image hold verified bytes, and their digests.
 
 A seed's board is full from the start; a relay's fills while it forks. Transports ask it before they
 give a range, the peer service streams its changes to the readers, and the puller posts to it.
+
+While nobody knows the manifest yet, because an instance of the group still reads it from storage, the
+chunks on the board belong to a *draft*: their digests are those that the reader from storage found,
+handed on from relay to relay, and chunks of two drafts are never mixed.
 """
 
 from __future__ import annotations
@@ -16,12 +20,14 @@ Listener = Callable[[], None]
 
 
 class ChunkBoard:
-    """Thread-safe set of verified chunks of one image; a chunk once verified stays so until `clear`."""
+    """Thread-safe set of verified chunks of one image; one stays so until `drop` or `clear`."""
 
     def __init__(self, chunks: Chunks, verified: Iterable[int] = ()) -> None:
         self.chunks = chunks
         self._lock = threading.Lock()
         self._verified = set(verified)
+        self._draft: str | None = None
+        self._digests: dict[int, bytes] = {}
         self._listeners: list[Listener] = []
 
     @classmethod
@@ -29,17 +35,51 @@ class ChunkBoard:
         """The board of a source that holds every chunk."""
         return cls(chunks, range(len(chunks)))
 
-    def mark(self, index: int) -> None:
-        """Say that chunk `index` is verified."""
+    def mark(self, index: int, digest: bytes | None = None) -> None:
+        """Say that chunk `index` is verified; `digest` (16 bytes) is that of its bytes, where it is known."""
         with self._lock:
             self._verified.add(index)
+            if digest is not None:
+                self._digests[index] = digest
+        self._tell()
+
+    def drop(self, indices: Iterable[int]) -> None:
+        """Say that these chunks are not valid any more."""
+        with self._lock:
+            for index in indices:
+                self._verified.discard(index)
+                self._digests.pop(index, None)
         self._tell()
 
     def clear(self) -> None:
         """Say that no chunk is valid any more (the weights changed)."""
         with self._lock:
             self._verified.clear()
+            self._digests.clear()
+            self._draft = None
         self._tell()
+
+    def begin(self, draft: str | None) -> None:
+        """The chunks belong to this draft from now on; None: to no draft."""
+        with self._lock:
+            self._draft = draft
+
+    @property
+    def draft(self) -> str | None:
+        """The draft that the chunks belong to, where they did not come with a manifest."""
+        return self._draft
+
+    @property
+    def digests(self) -> dict[int, bytes]:
+        """The digests of the verified chunks, as far as they are known."""
+        with self._lock:
+            return dict(self._digests)
+
+    @property
+    def drafted(self) -> tuple[str | None, dict[int, bytes]]:
+        """`draft` and `digests`, as they are at one time."""
+        with self._lock:
+            return self._draft, dict(self._digests)
 
     @property
     def verified(self) -> tuple[ranges.Range, ...]:

@@ -71,7 +71,7 @@ class PeerClient:
         )
         try:
             for message in self._stub.WatchProgress(request, metadata=self._metadata()):
-                yield Progress(tuple((part.begin, part.end) for part in message.chunks), message.draining)
+                yield codec.progress_of(message)
         except (grpc.RpcError, ValueError) as error:  # ValueError: `close` came first
             raise codec.error_of(error, self.address) from None
 

@@ -16,10 +16,11 @@ from rfork.errors import (
     SourceGone,
     SourceStalled,
 )
+from rfork.image import ranges
 from rfork.image.layout import Layout, TensorSpec
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Segment
-from rfork.image.ranges import Range
+from rfork.peer.base import Progress
 from rfork.peer.v1 import peer_pb2
 from rfork.transport.base import Endpoint
 
@@ -135,12 +136,33 @@ def endpoint_of(message: peer_pb2.OpenChannelResponse) -> Endpoint:
     return Endpoint(message.transport, dict(message.parameters), segments)
 
 
-def progress_message(
-    chunks: Iterable[Range], generation: int, *, draining: bool
-) -> peer_pb2.WatchProgressResponse:
+def progress_message(progress: Progress, generation: int) -> peer_pb2.WatchProgressResponse:
     """One message of the progress stream."""
     return peer_pb2.WatchProgressResponse(
-        chunks=[peer_pb2.WatchProgressResponse.Range(begin=begin, end=end) for begin, end in chunks],
+        chunks=[peer_pb2.WatchProgressResponse.Range(begin=begin, end=end) for begin, end in progress.chunks],
         generation=generation,
-        draining=draining,
+        draining=progress.draining,
+        digests=b"".join(progress.digests),
+        draft=progress.draft or "",
+        weights_id=progress.weights_id or "",
+        loading=progress.loading,
+    )
+
+
+def progress_of(message: peer_pb2.WatchProgressResponse) -> Progress:
+    """One message of the progress stream; raises SourceCorrupt where digests and chunks do not fit."""
+    chunks = tuple((part.begin, part.end) for part in message.chunks)
+    # The count first: a range may be made of any two numbers, and is not to be listed.
+    if message.digests and len(message.digests) != DIGEST_BYTES * ranges.count(chunks):
+        raise SourceCorrupt(f"{len(message.digests)} digest bytes for {ranges.count(chunks)} chunks")
+    digests = tuple(
+        message.digests[at : at + DIGEST_BYTES] for at in range(0, len(message.digests), DIGEST_BYTES)
+    )
+    return Progress(
+        chunks,
+        message.draining,
+        digests,
+        message.draft or None,
+        message.weights_id or None,
+        message.loading,
     )

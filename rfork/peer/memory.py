@@ -102,13 +102,14 @@ class MemoryPeer:
         told: tuple[ranges.Range, ...] = ()
         with host.on_change(lambda: self._events.put(True)):
             while host.has_channel(channel_id, fork_id):
-                verified = host.board.verified
-                yield Progress(ranges.subtract(verified, told), host.draining)
-                told = verified
+                news = host.news(told)
+                if host.generation != generation:
+                    raise SourceChanged(f"{self._address}: the weights changed")
+                yield news
+                told = ranges.normalise((*told, *news.chunks))
                 if not self._wait(keep_alive_s):
                     break
-                if self._peers.host(self._address).generation != generation:
-                    raise SourceChanged(f"{self._address}: the weights changed")
+                self._peers.host(self._address)  # raises SourceGone when it died
         host.close_channel(channel_id)
 
     def renew(self, deadline: float) -> None:

@@ -19,9 +19,9 @@ from grpc_health.v1._async import HealthServicer
 
 from rfork.errors import PortInUse, RforkError
 from rfork.image import ranges
-from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
 from rfork.peer import codec
+from rfork.peer.base import Progress
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
 from rfork.settings import Settings, TlsSettings, host_port
 from rfork.transport.base import Endpoint
@@ -41,7 +41,6 @@ STOP_GRACE_S = 0.5
 class PeerHost(Protocol):
     """What the peer service needs of the seed it speaks for; every method is quick and thread-safe."""
 
-    board: ChunkBoard
     generation: int
 
     @property
@@ -49,9 +48,8 @@ class PeerHost(Protocol):
         """What the image holds; None while a relay has not learnt it."""
         ...
 
-    @property
-    def draining(self) -> bool:
-        """Whether it takes no new readers."""
+    def news(self, told: tuple[ranges.Range, ...]) -> Progress:
+        """How it stands: with those of the chunks it can give that are not in `told`."""
         ...
 
     def check(self, token: str) -> str:
@@ -224,13 +222,12 @@ class _Servicer(peer_pb2_grpc.PeerServicer):
             with subscription:
                 while self._host.has_channel(channel_id, fork_id):
                     changed.clear()
+                    news = self._host.news(told)
+                    # Asked after the news is made: what is told is then of this generation.
                     if self._host.generation != generation:
                         await context.abort(grpc.StatusCode.ABORTED, "the weights changed")
-                    verified = self._host.board.verified
-                    yield codec.progress_message(
-                        ranges.subtract(verified, told), generation, draining=self._host.draining
-                    )
-                    told = verified
+                    yield codec.progress_message(news, generation)
+                    told = ranges.normalise((*told, *news.chunks))
                     await _wait(changed, keep_alive_s)
         finally:
             self._host.close_channel(channel_id)

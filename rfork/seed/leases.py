@@ -1,20 +1,18 @@
 """Who may read from this instance: lease tokens and reader places.
 
 Runs on the source. Tokens are checked here without asking the planner: the planner signs them with a
-key that it gives to this instance alone, in the answer to each heartbeat.
+key that it gives to this instance alone, in the answer to each heartbeat. While it changes its secret
+it gives several; a key that it no longer gives opens tokens until those that it opened are over.
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rfork.control.lease import LeaseClaims, verify
 from rfork.errors import LeaseRefused, SourceBusy, SourceChanged
-
-KEYS_KEPT = 2
-"""After the planner changes its secret, tokens signed with the key before it stay good until they expire."""
 
 
 class LeaseBook:
@@ -29,16 +27,27 @@ class LeaseBook:
         self._clock = clock
         self._lock = threading.Lock()
         self._keys: tuple[bytes, ...] = ()
+        self._withdrawn: dict[bytes, float] = {}  # keys no longer given, and until when they open tokens
+        self._opened_until: dict[bytes, float] = {}  # when the last token that a key opened expires
         self._known: dict[str, LeaseClaims] = {}
         self._channels: dict[str, str] = {}  # channel_id -> fork_id
         self._leased_until: dict[str, float] = {}
 
-    def learn_key(self, key: bytes) -> None:
-        """Take the key that tokens are signed with from now on."""
+    def learn_keys(self, keys: Sequence[bytes]) -> None:
+        """Take the keys that tokens are signed with from now on, in place of those given before."""
         with self._lock:
-            if key not in self._keys[:1]:
-                self._keys = (key, *self._keys)[:KEYS_KEPT]
-                self._known.clear()
+            if tuple(keys) == self._keys:
+                return
+            now = self._clock()
+            for key in self._keys:
+                # Never put off again: a key that leaked is of no use for longer than this.
+                self._withdrawn.setdefault(key, self._opened_until.get(key, 0.0))
+            self._withdrawn = {
+                key: until for key, until in self._withdrawn.items() if key not in keys and until > now
+            }
+            self._keys = tuple(keys)
+            self._opened_until = {key: until for key, until in self._opened_until.items() if key in keys}
+            self._known.clear()
 
     def check(self, token: str, generation: int) -> LeaseClaims:
         """The claims of a good token.
@@ -66,15 +75,27 @@ class LeaseBook:
             )
         if not self._keys:
             raise LeaseRefused("this instance has not reached its planner yet, so it cannot check leases")
-        claims = verify(token, self._keys, source_id=self._source_id, now=self._clock())
+        now = self._clock()
         with self._lock:
-            now = self._clock()
+            keys = (*self._keys, *(key for key, until in self._withdrawn.items() if until > now))
+        claims = verify(token, keys, source_id=self._source_id, now=now)
+        opened_by = next(key for key in keys if self._opens(key, token, now))
+        with self._lock:
+            if opened_by in self._keys:
+                self._opened_until[opened_by] = max(claims.expires_at, self._opened_until.get(opened_by, 0.0))
             self._known = {text: known for text, known in self._known.items() if known.expires_at > now}
             self._known[token] = claims
             self._leased_until[claims.fork_id] = max(
                 claims.expires_at, self._leased_until.get(claims.fork_id, 0.0)
             )
         return claims
+
+    def _opens(self, key: bytes, token: str, now: float) -> bool:
+        try:
+            verify(token, key, source_id=self._source_id, now=now)
+        except LeaseRefused:
+            return False
+        return True
 
     def open(self, fork_id: str) -> str:
         """Give a reader a place; returns the channel's id, or raises SourceBusy when all are taken."""

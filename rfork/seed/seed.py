@@ -7,10 +7,9 @@ Everything here runs on the source.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -26,10 +25,11 @@ from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.peer.server import PeerServer, PeerService, ServePeer
 from rfork.seed.governor import Governor
+from rfork.seed.holding import Holding
 from rfork.seed.leases import LeaseBook
 from rfork.settings import Settings
 from rfork.transport.base import Endpoint, Exporter, Transport
-from rfork.wire import InstanceAck, InstanceReport, InstanceState, Placement, Rank
+from rfork.wire import InstanceAck, InstanceReport, Placement, Rank, StorageOffer
 
 log = logger(__name__)
 
@@ -43,11 +43,11 @@ class Identity:
     instance_id: str = field(default_factory=lambda: uuid4().hex)
 
 
-class Seed:
+class Seed(Holding):
     """Gives one image to whoever holds a lease. Use as a context manager, or `start` and `close`.
 
-    `manifest` is None for a relay until its own source has told it (`learn`). Implements the
-    transports' `Gate` and the peer service's `PeerHost`. `planner` is the seed's own: closed with it.
+    Implements the transports' `Gate` and the peer service's `PeerHost`. `planner` is the seed's own:
+    closed with it.
     """
 
     def __init__(
@@ -62,20 +62,16 @@ class Seed:
         planner: PlannerClient | None = None,
         serve_peer: ServePeer = PeerServer,
     ) -> None:
-        self.image = image
+        super().__init__(image, board, manifest)
         self.identity = identity
         self.settings = settings
-        self.board = board if board is not None else ChunkBoard.full(image.layout.chunks)
-        self.generation = 0
         self.given_bytes = 0
-        self._manifest = manifest
-        self._state: InstanceState = "serving" if self.board.complete and manifest else "loading"
+        self.storage: tuple[StorageOffer, ...] = ()
+        """What this instance could read by itself, as the planner is told."""
         self._transports = transports
         self._exporters: dict[str, Exporter] = {}
         self._leases = LeaseBook(identity.instance_id, settings.max_readers, clock=time.time)
         self._governor = Governor(settings.egress_rate)
-        self._listeners: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
         self._serve_peer = serve_peer
         self._peer: PeerService | None = None
         self._planner = planner
@@ -100,42 +96,9 @@ class Seed:
             self._heartbeat.start()
         return self
 
-    def learn(self, manifest: Manifest) -> None:
-        """A relay learnt what its image must hold: from now on it can give what it has verified."""
-        if manifest.layout.layout_id != self.image.layout.layout_id:
-            raise LayoutMismatch("the manifest is of another layout than the image")
-        self._manifest = manifest
-        self._tell()
-        self.poke()
-
-    def learn_key(self, lease_key: str) -> None:
-        """Take the key (base64url) that the planner signs leases for this instance with."""
-        self._leases.learn_key(decode_key(lease_key))
-
-    def serve(self) -> None:
-        """The image is whole and the engine is ready: be a seed."""
-        self._state = "serving"
-        self._tell()
-        self.poke()
-
-    def reseal(self) -> None:
-        """The image is whole and may hold other weights than before: digest it, then be a seed."""
-        self.learn(seal(self.image))
-        for index in range(len(self.image.layout.chunks)):
-            self.board.mark(index)
-        self.serve()
-
-    def fence(self) -> None:
-        """The weights are about to change: give nothing, and cut whoever reads the old ones.
-
-        Once they have changed, `reseal` gives them.
-        """
-        self.generation += 1
-        self._manifest = None
-        self._state = "loading"
-        self.board.clear()
-        self._tell()
-        self.poke()
+    def learn_keys(self, lease_keys: Sequence[str]) -> None:
+        """Take the keys (base64url) that the planner signs leases for this instance with."""
+        self._leases.learn_keys([decode_key(lease_key) for lease_key in lease_keys])
 
     def poke(self) -> None:
         """Tell the planner now instead of at the next heartbeat."""
@@ -212,16 +175,6 @@ class Seed:
 
     # -- PeerHost: what the peer service asks --------------------------------------------------------
 
-    @property
-    def manifest(self) -> Manifest | None:
-        """What the image holds; None while a relay has not learnt it."""
-        return self._manifest
-
-    @property
-    def draining(self) -> bool:
-        """Whether it takes no new readers."""
-        return self._state == "draining"
-
     def check(self, token: str) -> str:
         """The fork_id a token was leased to; raises as `Gate.admit` does."""
         return self._leases.check(token, self.generation).fork_id
@@ -247,27 +200,6 @@ class Seed:
         self._leases.close(channel_id)
         self._tell()
 
-    def on_change(self, listener: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        """Call `listener` after each change of board, manifest, state or readers, on any thread."""
-
-        @contextlib.contextmanager
-        def subscribed() -> Iterator[None]:
-            with self._lock:
-                self._listeners.append(listener)
-            try:
-                yield
-            finally:
-                with self._lock:
-                    self._listeners.remove(listener)
-
-        return subscribed()
-
-    def _tell(self) -> None:
-        with self._lock:
-            listeners = list(self._listeners)
-        for listener in listeners:
-            listener()
-
     # -- the planner ---------------------------------------------------------------------------------
 
     def report(self) -> InstanceReport:
@@ -285,26 +217,21 @@ class Seed:
             chunk_count=len(layout.chunks),
             state=self._state,
             verified=self.board.verified,
+            draft=self.board.draft.partition("-")[0] if self.board.draft is not None else None,
+            storage=self.storage,
             address=peer.address if peer is not None else "closed:0",
             transports=tuple(self._exporters),
-            placement=Placement(host=self.settings.host, rack=self.settings.rack, zone=self.settings.zone),
+            placement=Placement(
+                host=self.settings.host,
+                rack=self.settings.rack,
+                zone=self.settings.zone,
+                nvlink=self.settings.nvlink,
+            ),
             max_readers=self.settings.max_readers,
+            weight=self.settings.weight,
             egress_rate=self.settings.egress_rate,
             readers=self._leases.readers,
         )
 
     def _on_ack(self, ack: InstanceAck) -> None:
-        self.learn_key(ack.lease_key)
-
-
-def seal(image: Image) -> Manifest:
-    """Digest an image that is whole; logs how long it took."""
-    began = time.monotonic()
-    manifest = image.manifest()
-    log.info(
-        "digested",
-        gigabytes=round(image.layout.image_bytes / 1e9, 3),
-        seconds=round(time.monotonic() - began, 3),
-        weights_id=manifest.weights_id,
-    )
-    return manifest
+        self.learn_keys(ack.lease_keys)

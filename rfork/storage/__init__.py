@@ -1,1 +1,1 @@
-"""Tensor files as sources: what a fork falls back to."""
+"""Tensor files as sources: what a cold start reads, and what a fork falls back to."""

@@ -1,6 +1,7 @@
 """A Hugging Face folder of safetensors files, loaded into a module that exists.
 
-The last source but the caller's own loader: it needs no peer and no planner.
+The last source but the caller's own loader: it needs no peer and no planner. Most checkpoints can also
+be read chunk by chunk; see `rfork.storage.pieces`.
 """
 
 from __future__ import annotations
@@ -61,10 +62,7 @@ class Checkpoint:
         CheckpointError when a tensor is missing, unknown or has another shape, before the first
         one is written where the file's header shows it; StorageError when a file cannot be read.
         """
-        state = module.state_dict(keep_vars=False)
-        # Not the extra state that a submodule may add, which is anything.
-        wanted = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-        self._check_names(wanted)
+        wanted = self.check(module)
         with torch.no_grad():
             for path, names in self.shards.items():
                 try:
@@ -79,6 +77,14 @@ class Checkpoint:
                     raise CheckpointError(f"{path}: {error}", hint="download the checkpoint again") from None
                 except OSError as error:
                     raise StorageError(f"{path}: {error.strerror or error}") from None
+
+    def check(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """The module's tensors by name; raises CheckpointError where the folder does not hold them all."""
+        state = module.state_dict(keep_vars=False)
+        # Not the extra state that a submodule may add, which is anything.
+        wanted = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        self._check_names(wanted)
+        return wanted
 
     def _check_names(self, wanted: Mapping[str, torch.Tensor]) -> None:
         unknown = sorted(self.names - wanted.keys())

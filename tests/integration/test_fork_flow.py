@@ -190,20 +190,30 @@ def test_a_corrupted_source(fleet: Fleet) -> None:
     assert equal(right, target)
 
 
-@pytest.mark.parametrize("lost", ["planner", "model"])
-def test_without_a_source_the_checkpoint_loads(
-    fleet: Fleet, expected_sha256: str, free_port: int, lost: str
-) -> None:
-    """A planner that is away, or that knows no such model: the checkpoint loads, and the report says why."""
-    planner = f"http://127.0.0.1:{free_port}" if lost == "planner" else fleet.url
+def test_without_a_planner_the_checkpoint_loads(fleet: Fleet, expected_sha256: str, free_port: int) -> None:
+    """A planner that is away: the checkpoint loads, and the report says why."""
+    planner = f"http://127.0.0.1:{free_port}"
     report = result(fleet.pull("--checkpoint", str(fleet.model), planner=planner))
     reasons = cast(list[str], report["reasons"])
-    assert ("fallback", f"checkpoint {fleet.model}", expected_sha256) == (
+    assert ("fallback", f"checkpoint {fleet.model}", expected_sha256, "PlannerUnreachable") == (
         report["outcome"],
         report["fallback"],
         report["sha256"],
+        reasons[-1].partition(":")[0],
     )
-    assert {"planner": "PlannerUnreachable", "model": "NoSource"}[lost] == reasons[-1].partition(":")[0]
+
+
+def test_whoever_reads_its_own_asks_nobody_to_wait(fleet: Fleet, expected_sha256: str) -> None:
+    """With `cold_start` own, a model that nobody holds is loaded from the checkpoint as a fallback."""
+    own = {"RFORK_COLD_START": "own"}
+    report = result(fleet.pull("--checkpoint", str(fleet.model), environment=own))
+    reasons = cast(list[str], report["reasons"])
+    assert ("fallback", expected_sha256, "NoSource", 0) == (
+        report["outcome"],
+        report["sha256"],
+        reasons[-1].partition(":")[0],
+        report["storage_bytes"],
+    )
 
 
 def test_nothing_left_is_exit_code_7(fleet: Fleet) -> None:
@@ -224,7 +234,7 @@ def test_a_source_lost_in_mid_fork(
     process = fleet.pull("--checkpoint", str(fleet.model))
     in_mid_fork(process)
     (view,) = fleet.client.forks(model="tiny")
-    fleet.seeds[view.plan[0][0]].signal(number)
+    fleet.seeds[view.plan[0].source_id].signal(number)
     report = result(process)
     sources = cast(list[dict[str, int]], report["sources"])
     verified = sum(share["verified_chunks"] for share in sources)
@@ -259,7 +269,8 @@ def test_another_layout_names_the_tensor(fleet: Fleet, tmp_path: Path) -> None:
     config.intermediate_size //= 2
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
     fleet.seed(model=tmp_path)
-    report = result(fleet.pull("--checkpoint", str(fleet.model)))
+    own = {"RFORK_COLD_START": "own"}
+    report = result(fleet.pull("--checkpoint", str(fleet.model), environment=own))
     reason = cast(list[str], report["reasons"])[0]
     assert [] == [
         part for part in ("mlp.", "here bfloat16[", "there bfloat16[", "1024", "512") if part not in reason

@@ -33,7 +33,8 @@ from rfork.image.ranges import Range
 from rfork.peer.base import Progress
 from rfork.peer.client import PeerClient
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
-from rfork.seed.seed import Identity, Seed, seal
+from rfork.seed.holding import seal
+from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings, TlsSettings
 from rfork.transport.memory import MemoryNetwork, MemoryTransport
 
@@ -59,7 +60,7 @@ def start_seed() -> Iterator[StartSeed]:
             board=board,
             manifest=seal(held) if knows else None,
         )
-        seed.learn_key(KEY)
+        seed.learn_keys([KEY])
         started.append(seed.start())
         return seed
 
@@ -117,6 +118,43 @@ def test_progress_is_told_as_it_is_made(start_seed: StartSeed) -> None:
     heard.append(chunks_of(news))
     peer.close()
     assert [((1, 2),), ((0, 1),), ((2, 3),)] == heard
+
+
+def test_a_draft_is_told_with_its_digests(start_seed: StartSeed) -> None:
+    """While a relay's manifest is not known each chunk comes with its digest; then its weights are told."""
+    held = image_of({"a": torch.zeros(3 * MIB, dtype=torch.uint8)})
+    manifest, draft = held.manifest(), "a" * 32
+    board = ChunkBoard(held.layout.chunks)
+    board.begin(draft)
+    board.mark(1, manifest.digests[1])
+    relay = start_seed(held, board, knows=False)
+    relay.say_loading(True)
+    peer = client(relay)
+    news = peer.watch(opened(relay, peer), SOON_S)
+    heard = [next(news)]
+    board.mark(0, manifest.digests[0])
+    heard.append(next(news))
+    relay.learn(manifest)
+    heard.append(next(news))
+    peer.close()
+    assert [
+        Progress(((1, 2),), False, manifest.digests[1:2], draft, None, True),
+        Progress(((0, 1),), False, manifest.digests[:1], draft, None, True),
+        Progress((), False, weights_id=manifest.weights_id, loading=True),
+    ] == heard
+
+
+def test_a_dropped_chunk_ends_the_stream(start_seed: StartSeed) -> None:
+    """Who may have read a chunk that turned out wrong hears that the weights changed."""
+    held = image_of({"a": torch.zeros(3 * MIB, dtype=torch.uint8)})
+    seed = start_seed(held, ChunkBoard(held.layout.chunks, [0, 1]))
+    peer = client(seed)
+    news = peer.watch(opened(seed, peer), SOON_S)
+    next(news)
+    seed.drop([1])
+    with pytest.raises(SourceChanged):
+        next(news)
+    peer.close()
 
 
 def test_a_quiet_source_sends_keep_alives(start_seed: StartSeed) -> None:

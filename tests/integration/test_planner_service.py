@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import ssl
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import httpx
@@ -16,7 +18,8 @@ from rfork.control.client import PlannerClient
 from rfork.errors import PlannerRefused, PlannerUnreachable, PortInUse, SettingsError
 from rfork.settings import PlannerSettings, TlsSettings
 from rfork.wire import ForkFinish, ForkProgress
-from tests.unit.planner.builders import ask, whole
+from tests.conftest import StartRfork
+from tests.unit.planner.builders import ask, fault, whole
 
 SERVE = """
 import sys
@@ -147,3 +150,117 @@ def test_tls_with_client_certificates(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("RFORK_TLS_KEY", str(ca))
     with pytest.raises(SettingsError, match="TLS files"):
         serve(settings())
+
+
+def test_a_fork_is_followed_from_its_plan_to_its_end() -> None:
+    """Over a real socket: what is under way at first, then each change, in order."""
+    with running(settings()) as url, PlannerClient(url) as planner:
+        planner.report(whole("s"))
+        planner.ask(ask("a"))
+        with planner.events(model="m") as events:
+            seen = [next(events)]
+            planner.progress("fork-a", PROGRESS)
+            seen.append(next(events))
+            planner.finish("fork-a", ForkFinish(outcome="forked", seconds=1, bytes_read=12 << 20))
+            seen.append(next(events))
+    assert [("planned", "running"), ("progress", "running"), ("ended", "finished")] == [
+        (event.kind, event.fork.state) for event in seen
+    ]
+    assert PROGRESS == seen[1].fork.progress
+
+
+def test_a_planner_that_stops_ends_its_streams() -> None:
+    """Readers see an end, not a broken connection, and the planner does not wait for them."""
+    with running(settings()) as url:
+        planner = PlannerClient(url)
+        planner.report(whole("s"))
+        planner.ask(ask("a"))
+        events = planner.events()
+        assert "fork-a" == next(events).fork.fork_id
+    assert [] == list(events)
+    planner.close()
+
+
+def test_a_signal_ends_a_planner_whose_events_are_read() -> None:
+    """Exit code 0, though a stream is open."""
+    with subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        try:
+            with PlannerClient(url) as planner, planner.events() as events:
+                process.send_signal(signal.SIGTERM)
+                assert ([], "ended in order\n", 0) == (list(events), process.stdout.read(), process.wait(30))
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_a_stream_is_closed_from_another_thread(all_of_it: bool) -> None:
+    """Whoever waits for its next event is woken, by the end of the stream alone or of the whole client."""
+    with running(settings()) as url, PlannerClient(url) as planner:
+        planner.report(whole("s"))
+        planner.ask(ask("a"))
+        events, began, seen = planner.events(), threading.Event(), []
+
+        def read() -> None:
+            for event in events:
+                seen.append(event.kind)
+                began.set()
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        assert began.wait(30)
+        (planner if all_of_it else events).close()
+        reader.join(30)
+        assert (False, ["planned"]) == (reader.is_alive(), seen)
+
+
+def test_an_instance_is_drained_and_waited_for(rfork_process: StartRfork) -> None:
+    """`rfork drain` ends once the last reader has: exit code 0, and the answer as JSON."""
+    with running(settings()) as url, PlannerClient(url) as planner:
+        for name in "st":
+            planner.report(whole(name))
+        source = planner.ask(ask("a")).routes[0].source_id
+        draining = rfork_process(
+            "drain", source, "--planner", url, "--wait", "60", "--json", until="1 forks? reads? from it"
+        )
+        planner.finish("fork-a", ForkFinish(outcome="forked", seconds=1, bytes_read=12 << 20))
+        code = draining.wait()
+        assert (0, (source, True, 0), "draining") == (
+            code,
+            tuple(json.loads(draining.stdout)[name] for name in ("instance_id", "may_exit", "readers")),
+            planner.instance(source).report.state,
+        )
+
+
+def test_draining_says_why_it_cannot(rfork_process: StartRfork) -> None:
+    """The last seed: exit code 5, unless forced; readers that stay: exit code 4; not known: may end."""
+    with running(settings()) as url, PlannerClient(url) as planner:
+        planner.report(whole("s"))
+        planner.ask(ask("a"))
+        runs = [
+            rfork_process("drain", name, "--planner", url, "--wait", "0", *more)
+            for name, more in (("s", ()), ("s", ("--force",)), ("nobody", ()))
+        ]
+        assert [5, 4, 0] == [run.wait() for run in runs]
+        assert ["the last that holds these weights", "--force"] == [
+            text for text in ("the last that holds these weights", "--force") if text in runs[0].stderr
+        ]
+        assert "instance s is drained, and may not end after 0 s" in runs[1].stderr
+
+
+def test_status_shows_what_a_stranger_needs(rfork_process: StartRfork) -> None:
+    """Why an instance is in quarantine, the reason of a plan, and the bytes by where they came from."""
+    with running(settings()) as url, PlannerClient(url) as planner:
+        planner.report(whole("bad", max_readers=9))
+        planner.ask(ask("a"))
+        planner.ask(ask("a", faults=(fault("bad", "SourceCorrupt"),)))
+        planner.finish(
+            "fork-a", ForkFinish(outcome="forked", seconds=1, bytes_read=5, sources={"x": 5 * 10**6})
+        )
+        planner.report(whole("good", max_readers=9))
+        planner.ask(ask("b"))
+        status = rfork_process("status", "--planner", url)
+        assert 0 == status.wait()
+    for text in ("quarantined: ", "from seed good", "0.005 GB"):
+        assert text in status.stdout

@@ -87,7 +87,7 @@ class Scene:
         if self.victim is not None:
             return None
         running = [fork for fork in self._forks if fork.state == "running"]
-        givers = {source for fork in running for source, _ in fork.plan}
+        givers = {share.source_id for fork in running for share in fork.plan}
         for fork in running:
             if fork.instance_id in givers and least <= _share(fork) <= most:
                 return self._hosts[fork.instance_id]
@@ -129,7 +129,7 @@ class Scene:
         tree = Tree(Text("node-0  seed", style="bold green"))
         branches: dict[str, Tree] = {"node-0": tree}
         for fork in self._forks:
-            sources = [self.host(source) for source, _ in fork.plan]
+            sources = [self.host(share.source_id) for share in fork.plan]
             above = next((branches[source] for source in sources if source in branches), tree)
             branches[self.host(fork.instance_id)] = above.add(self._line(fork, sources))
         last = self.answers[-1] if self.answers else None

@@ -267,9 +267,25 @@ class WatchProgressResponse(_message.Message):
     CHUNKS_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
+    WEIGHTS_ID_FIELD_NUMBER: _builtins.int
+    LOADING_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     draining: _builtins.bool
     """The source takes no new readers and will go away once its channels close."""
+    digests: _builtins.bytes
+    """While the source does not know its manifest: the 16-byte digest of each chunk of `chunks`, in
+    their order, concatenated.
+    """
+    draft: _builtins.str
+    """With digests: the draft that these chunks belong to. Chunks of one draft may be mixed, those of
+    two may not. The part before the "-" is the origin, the id of the files that are being read.
+    """
+    weights_id: _builtins.str
+    """The id of the source's weights, once it knows its manifest."""
+    loading: _builtins.bool
+    """The source, or who it waits for, is reading from storage: chunks may be long in coming."""
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchProgressResponse.Range]:
         """Chunks that became readable since the last message (all of them in the first); empty: keep-alive."""
@@ -280,10 +296,14 @@ class WatchProgressResponse(_message.Message):
         chunks: _abc.Iterable[Global___WatchProgressResponse.Range] | None = ...,
         generation: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        digests: _builtins.bytes = ...,
+        draft: _builtins.str = ...,
+        weights_id: _builtins.str = ...,
+        loading: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "draining", b"draining", "generation", b"generation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "digests", b"digests", "draft", b"draft", "draining", b"draining", "generation", b"generation", "loading", b"loading", "weights_id", b"weights_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -89,7 +89,8 @@ class PeerServicer:
 
     def WatchProgress(self, request, context):
         """Which chunks can be read: what there is at once, then each change, then a keep-alive at least
-        every keep_alive_ms. The stream ends when the channel is closed.
+        every keep_alive_ms. The stream ends when the channel is closed, with ABORTED when chunks that
+        it named can no longer be read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

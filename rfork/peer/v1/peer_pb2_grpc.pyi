@@ -50,7 +50,8 @@ class PeerStub:
     """Take a reader's place and learn how to read over one transport."""
     WatchProgress: _grpc.UnaryStreamMultiCallable[_peer_pb2.WatchProgressRequest, _peer_pb2.WatchProgressResponse]
     """Which chunks can be read: what there is at once, then each change, then a keep-alive at least
-    every keep_alive_ms. The stream ends when the channel is closed.
+    every keep_alive_ms. The stream ends when the channel is closed, with ABORTED when chunks that
+    it named can no longer be read.
     """
     CloseChannel: _grpc.UnaryUnaryMultiCallable[_peer_pb2.CloseChannelRequest, _peer_pb2.CloseChannelResponse]
     """Give the place back. Closing a channel that is gone is not an error."""
@@ -75,7 +76,8 @@ class PeerAsyncStub(PeerStub):
     """Take a reader's place and learn how to read over one transport."""
     WatchProgress: _aio.UnaryStreamMultiCallable[_peer_pb2.WatchProgressRequest, _peer_pb2.WatchProgressResponse]  # type: ignore[assignment]
     """Which chunks can be read: what there is at once, then each change, then a keep-alive at least
-    every keep_alive_ms. The stream ends when the channel is closed.
+    every keep_alive_ms. The stream ends when the channel is closed, with ABORTED when chunks that
+    it named can no longer be read.
     """
     CloseChannel: _aio.UnaryUnaryMultiCallable[_peer_pb2.CloseChannelRequest, _peer_pb2.CloseChannelResponse]  # type: ignore[assignment]
     """Give the place back. Closing a channel that is gone is not an error."""
@@ -115,7 +117,8 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_peer_pb2.WatchProgressResponse], _abc.AsyncIterator[_peer_pb2.WatchProgressResponse]]:
         """Which chunks can be read: what there is at once, then each change, then a keep-alive at least
-        every keep_alive_ms. The stream ends when the channel is closed.
+        every keep_alive_ms. The stream ends when the channel is closed, with ABORTED when chunks that
+        it named can no longer be read.
         """
 
     @_abc_1.abstractmethod

@@ -9,7 +9,20 @@ import pytest
 from rfork.control.client import PlannerClient
 from rfork.errors import PlannerRefused, PlannerUnreachable, SettingsError
 from rfork.settings import TlsSettings
+from rfork.wire import (
+    ForkEvent,
+    ForkRequest,
+    ForkView,
+    InstanceReport,
+    InstanceView,
+    Placement,
+    Rank,
+)
 
+REPORT = InstanceReport(
+    instance_id="i", model="m", layout_id="a" * 32, image_bytes=1, chunk_count=1, state="loading",
+    address="h:1", placement=Placement(host="h"),
+)  # fmt: skip
 PROBLEM = {"type": "https://rfork.dev/problems/unknown-fork", "title": "x", "status": 404, "detail": "gone"}
 
 
@@ -112,3 +125,176 @@ def test_a_closed_client_says_so() -> None:
         pass
     with pytest.raises(PlannerUnreachable, match="closed"):
         client.models()
+
+
+# -- pages ------------------------------------------------------------------------------------------
+
+
+def view(instance_id: str) -> dict[str, object]:
+    """An instance as it is listed."""
+    report = REPORT.model_copy(update={"instance_id": instance_id})
+    return InstanceView(report=report, age_s=1.0).model_dump(mode="json")
+
+
+def test_lists_are_fetched_page_after_page() -> None:
+    """The filter and the cursor go with each request."""
+    pages = {
+        None: {"items": [view("a"), view("b")], "next": "b"},
+        "b": {"items": [view("c")], "next": "c"},
+        "c": {"items": [], "next": None},
+    }
+    asked: list[tuple[str | None, str | None]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        after = request.url.params.get("after")
+        asked.append((request.url.params.get("model"), after))
+        return httpx.Response(200, json=pages[after])
+
+    found = [each.report.instance_id for each in client_of(answer).instances(model="m")]
+    assert (["a", "b", "c"], [("m", None), ("m", "b"), ("m", "c")]) == (found, asked)
+
+
+def test_pages_that_go_in_circles_are_a_refusal() -> None:
+    """Not a loop without an end."""
+    with pytest.raises(PlannerRefused, match="in circles"):
+        client_of(lambda _: httpx.Response(200, json={"items": [], "next": "a"})).forks()
+
+
+def test_an_instance_is_drained_by_force_only_when_told() -> None:
+    """The planner's own default holds otherwise."""
+    seen: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(f"{request.method} {request.url.raw_path.decode()}")
+        return httpx.Response(200, json=view("s"))
+
+    with client_of(answer) as client:
+        client.drain("s")
+        client.drain("s", force=True)
+    assert ["POST /v1/instances/s/drain", "POST /v1/instances/s/drain?force=true"] == seen
+
+
+# -- a busy planner ---------------------------------------------------------------------------------
+
+
+def busy(status: int, retry_after: str | None) -> httpx.Response:
+    """A problem that may be over in a while."""
+    headers = {} if retry_after is None else {"Retry-After": retry_after}
+    return httpx.Response(
+        status, headers=headers, json={**PROBLEM, "type": "https://x/busy", "status": status}
+    )
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_planner_is_asked_once_more(status: int) -> None:
+    """A report gets through, where the planner says that it will soon answer."""
+    answers = iter(
+        [busy(status, "0"), httpx.Response(200, json={"heartbeat_s": 1.0, "lease_keys": ["a2V5"]})]
+    )
+    assert 1.0 == client_of(lambda _: next(answers)).report(REPORT).heartbeat_s
+
+
+BUSY = [
+    (429, ("0", "0"), 2, "ask again in 0 s"),  # once more, not for ever
+    (503, ("60",), 1, "ask again in 60 s"),  # longer than the call may take
+    (503, (None,), 1, ""),
+    (503, ("Fri, 31 Dec 1999 23:59:59 GMT",), 1, ""),
+    (404, ("0",), 1, ""),
+]
+
+
+@pytest.mark.parametrize(("status", "shown", "requests", "hint"), BUSY)
+def test_a_planner_that_stays_busy_is_a_refusal(
+    status: int, shown: tuple[str | None, ...], requests: int, hint: str
+) -> None:
+    """With when to ask again, if the planner says so."""
+    answers = [busy(status, each) for each in shown]
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.method)
+        return answers[len(asked) - 1]
+
+    with pytest.raises(PlannerRefused) as refused:
+        client_of(answer).ask(ForkRequest(fork_id="f", instance=REPORT))
+    assert (status, requests, hint) == (refused.value.status, len(asked), refused.value.hint)
+
+
+def test_only_reports_and_requests_are_patient() -> None:
+    """Whoever lists may ask again by itself."""
+    with pytest.raises(PlannerRefused) as refused:
+        client_of(lambda _: busy(503, "0")).models()
+    assert "ask again in 0 s" == refused.value.hint
+
+
+# -- events -----------------------------------------------------------------------------------------
+
+FORK = ForkView(
+    fork_id="f", instance_id="i", model="m", rank=Rank(), state="running", age_s=1.0, chunk_count=1,
+    image_bytes=1,
+)  # fmt: skip
+PLANNED, ENDED = ForkEvent(kind="planned", fork=FORK), ForkEvent(kind="ended", fork=FORK)
+
+
+def block(event: ForkEvent) -> str:
+    """An event as the planner writes it."""
+    return f"id: 1\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n"
+
+
+def streaming(*pieces: str, error: Exception | None = None) -> PlannerClient:
+    """A client whose planner sends a stream in these pieces, and then ends it, or breaks it."""
+
+    def body() -> Iterator[bytes]:
+        for piece in pieces:
+            yield piece.encode()
+        if error is not None:
+            raise error
+
+    return client_of(lambda _: httpx.Response(200, content=body()))
+
+
+STREAMS = [
+    (("retry: 2000\n\n", ": still here\n\n"), []),
+    ((block(PLANNED), ": still here\n\n" + block(ENDED)), [PLANNED, ENDED]),
+    ((block(PLANNED)[:50], block(PLANNED)[50:-1], "\n"), [PLANNED]),
+    ((block(PLANNED).replace("\n", "\r\n"),), [PLANNED]),
+    ((block(PLANNED), block(ENDED)[:-2]), [PLANNED]),  # what is cut off is none
+]
+
+
+@pytest.mark.parametrize(("pieces", "expected"), STREAMS)
+def test_events_are_read_as_they_come(pieces: tuple[str, ...], expected: list[ForkEvent]) -> None:
+    """Comments and other fields are passed over; the end of the stream ends the iteration."""
+    with streaming(*pieces).events() as events:
+        assert expected == list(events)
+
+
+def test_a_stream_that_breaks_is_told_of() -> None:
+    """After the events that came before."""
+    events = streaming(block(PLANNED), error=httpx.ReadTimeout("")).events(silence_s=7.0)
+    assert PLANNED == next(events)
+    with pytest.raises(PlannerUnreachable, match="no answer within 7 s"):
+        next(events)
+
+
+def test_an_event_that_is_none_is_a_refusal() -> None:
+    """Another program, or another release."""
+    with pytest.raises(PlannerRefused, match="no planner's answer to GET /v1/events"):
+        next(streaming("data: {}\n\n").events())
+
+
+def test_a_stream_that_is_closed_ends() -> None:
+    """For whoever iterates it as well."""
+    events = streaming(block(PLANNED), block(ENDED)).events()
+    next(events)
+    events.close()
+    assert [] == list(events)
+
+
+def test_too_many_readers_are_refused() -> None:
+    """The problem is raised by `events` itself, not by its first event."""
+    with pytest.raises(PlannerRefused) as refused:
+        client_of(lambda _: busy(503, "10")).events()
+    assert (503, "busy", "ask again in 10 s") == (
+        refused.value.status, refused.value.problem, refused.value.hint,
+    )  # fmt: skip

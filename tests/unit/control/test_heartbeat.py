@@ -43,7 +43,7 @@ class FakePlanner:
             raise httpx.ConnectError("refused")
         if request.method == "DELETE":
             return httpx.Response(204)
-        return httpx.Response(200, json={"heartbeat_s": self.heartbeat_s, "lease_key": "a2V5"})
+        return httpx.Response(200, json={"heartbeat_s": self.heartbeat_s, "lease_keys": ["a2V5"]})
 
     def next(self) -> str:
         """The next request's method."""
@@ -60,7 +60,7 @@ def test_it_reports_at_once_and_at_each_poke_and_removes_at_the_end() -> None:
     planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
     heartbeat = beating(planner, acks)
     heartbeat.start()
-    assert "a2V5" == acks.get(timeout=WAIT_S).lease_key
+    assert ("a2V5",) == acks.get(timeout=WAIT_S).lease_keys
     heartbeat.poke()
     acks.get(timeout=WAIT_S)
     assert heartbeat.connected

@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from rfork.control.lease import LeaseClaims, decode_key, derive_key, sign
-from rfork.fork.feed import Feed, FeedListener
-from rfork.fork.puller import Pulled, Puller
+from rfork.errors import StorageError
+from rfork.fork.digests import Giving
+from rfork.fork.feed import Feed
+from rfork.fork.giver import Listener
+from rfork.fork.puller import LoadWhole, Pulled, Puller
+from rfork.fork.storage_feed import StorageFeed
 from rfork.image.board import ChunkBoard
 from rfork.image.capture import image_of
 from rfork.image.chunks import MIB
@@ -22,8 +26,9 @@ from rfork.image.ranges import Range
 from rfork.peer.memory import MemoryPeers
 from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
+from rfork.storage.base import Storage, name_of
 from rfork.transport.memory import Faults, MemoryNetwork, MemoryTransport
-from rfork.wire import Lease, Placement, Plan, Route, SourceFault
+from rfork.wire import Lease, Placement, Plan, Route, Share, SourceFault, StorageKind, StorageRead
 
 CHUNKS = 6
 FORK_ID = "fork-1"
@@ -94,7 +99,7 @@ class Fleet:
             manifest=manifest or (held.manifest() if knows else None),
             serve_peer=self.peers.service,
         ).start()
-        seed.learn_key(derive_key(SECRET, name))
+        seed.learn_keys([derive_key(SECRET, name)])
         self._seeds.append(seed)
         return seed
 
@@ -138,8 +143,61 @@ def route(seed: Seed, *chunks: Range) -> Route:
     )
 
 
-def plan(*routes: Route, reason: str = "", retry_after_s: float | None = None) -> Plan:
-    return Plan(fork_id=FORK_ID, routes=routes, reason=reason, retry_after_s=retry_after_s)
+def plan(
+    *routes: Route, reason: str = "", retry_after_s: float | None = None, storage: Sequence[StorageRead] = ()
+) -> Plan:
+    return Plan(
+        fork_id=FORK_ID, routes=routes, storage=tuple(storage), reason=reason, retry_after_s=retry_after_s
+    )
+
+
+def reads(held: Storage, *chunks: Range) -> StorageRead:
+    """The order to read these chunks from this storage."""
+    return StorageRead(kind=held.kind, uri=held.uri, chunks=chunks)
+
+
+class Files:
+    """A storage that holds an image in memory; reads can be made to wait, and to fail."""
+
+    def __init__(
+        self,
+        held: Image,
+        *,
+        kind: StorageKind = "checkpoint",
+        origin: str = "a" * 32,
+        manifest: Manifest | None = None,
+        error: Exception | None = None,
+        fails_at: int | None = None,
+    ) -> None:
+        """`fails_at` is the image offset at which reads raise `error`."""
+        self.kind = kind
+        self.uri = "file:///files"
+        self.origin: str | None = origin
+        self.manifest = manifest
+        self.chunks_read: list[int] = []
+        self.before_read: Callable[[int], bool | None] = lambda chunk: None
+        self.closed = False
+        self._held = held
+        self._error = error or StorageError("the disk is broken")
+        self._fails_at = fails_at
+
+    @property
+    def name(self) -> str:
+        return name_of(self.kind, self.uri)
+
+    def read(self, begin: int, end: int, into: Sequence[memoryview]) -> None:
+        chunk = begin // MIB
+        self.before_read(chunk)
+        if self._fails_at is not None and begin <= self._fails_at < end:
+            raise self._error
+        with self._held.readable(begin, end) as views:
+            data = b"".join(views)
+        for view in into:
+            view[:], data = data[: view.nbytes], data[view.nbytes :]
+        self.chunks_read.append(chunk)
+
+    def close(self) -> None:
+        self.closed = True
 
 
 Answer = Callable[[], Plan]
@@ -151,10 +209,12 @@ class Script:
 
     answers: Sequence[Answer]
     asked: list[tuple[SourceFault, ...]] = field(default_factory=list)
+    current: list[tuple[Share, ...]] = field(default_factory=list)
 
-    def __call__(self, faults: tuple[SourceFault, ...]) -> Plan:
+    def __call__(self, faults: tuple[SourceFault, ...], current: tuple[Share, ...] = ()) -> Plan:
         answer = self.answers[min(len(self.asked), len(self.answers) - 1)]
         self.asked.append(faults)
+        self.current.append(current)
         return answer()
 
     @property
@@ -163,37 +223,89 @@ class Script:
         return [(fault.instance_id, fault.fault, fault.error) for asked in self.asked for fault in asked]
 
 
+class Relay:
+    """A giving side that only notes what it is told; see `rfork.fork.digests.Giving`."""
+
+    def __init__(self, board: ChunkBoard) -> None:
+        self.learnt: list[Manifest] = []
+        self.dropped: list[tuple[int, ...]] = []
+        self.loading: list[bool] = []
+        self._board = board
+
+    def learn(self, manifest: Manifest) -> None:
+        self.learnt.append(manifest)
+
+    def drop(self, chunks: Sequence[int]) -> None:
+        self.dropped.append(tuple(chunks))
+        self._board.drop(chunks)
+
+    def say_loading(self, loading: bool) -> None:
+        if loading != (self.loading or [False])[-1]:
+            self.loading.append(loading)
+
+
+@dataclass
+class Ways:
+    """Reaches the sources of a plan on one fleet's network; see `rfork.fork.sources.Open`."""
+
+    fleet: Fleet
+    image: Image
+    settings: Settings
+    deadline: float
+    files: Mapping[str, Storage]
+
+    def peer(self, route: Route, listener: Listener) -> Feed:
+        transports = {"memory": MemoryTransport(self.fleet.network)}
+        return Feed(
+            route, self.image, transports, self.fleet.peers.dial, self.settings, listener, self.deadline
+        )
+
+    def storage(self, read: StorageRead, listener: Listener) -> StorageFeed:
+        return StorageFeed(
+            read,
+            lambda read: self.files[name_of(read.kind, read.uri)],
+            self.image,
+            listener,
+            self.deadline,
+            instance_id="target",
+            host="node",
+        )
+
+
+def no_loader(read: StorageRead) -> Manifest:
+    raise StorageError("there is no loader here")
+
+
 class Target:
     """One fork's image, board and puller."""
 
     def __init__(
         self,
         fleet: Fleet,
-        replan: Callable[[tuple[SourceFault, ...]], Plan],
+        replan: Callable[[tuple[SourceFault, ...], tuple[Share, ...]], Plan],
         chosen: Settings | None = None,
         *,
         deadline_s: float = NEVER_S,
         held: Image | None = None,
         board: ChunkBoard | None = None,
-        learn: Callable[[Manifest], None] | None = None,
+        giving: Giving | None = None,
+        files: Sequence[Files] = (),
+        load_whole: LoadWhole = no_loader,
     ) -> None:
         self.image = held or image()
         self.board = ChunkBoard(self.image.layout.chunks) if board is None else board
-        self.learnt: list[Manifest] = []
+        self.relay = Relay(self.board)
         chosen = chosen or settings()
         deadline = time.monotonic() + deadline_s
-
-        def open_feed(way: Route, listener: FeedListener) -> Feed:
-            transports = {"memory": MemoryTransport(fleet.network)}
-            return Feed(way, self.image, transports, fleet.peers.dial, chosen, listener, deadline)
-
         self.puller = Puller(
             self.image,
             self.board,
             chosen,
-            open_feed=open_feed,
+            identity=("target", "node"),
+            opening=Ways(fleet, self.image, chosen, deadline, {each.name: each for each in files}),
             replan=replan,
-            learn=learn or self.learnt.append,
+            load_whole=load_whole,
+            giving=giving or self.relay,
             deadline=deadline,
         )
 

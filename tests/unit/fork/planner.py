@@ -23,6 +23,7 @@ class FakePlanner(httpx.BaseTransport):
         self.finishes: list[tuple[str, ForkFinish]] = []
         self.removed: list[str] = []
         self.on_progress: Callable[[], httpx.Response] | None = None
+        self.ask_again: str | None = None
 
     def client(self) -> PlannerClient:
         return PlannerClient("http://planner", transport=self)
@@ -32,18 +33,19 @@ class FakePlanner(httpx.BaseTransport):
         match request.method, request.url.path.split("/")[2:]:
             case "PUT", ["instances", name]:
                 self.reports.append(InstanceReport.model_validate_json(body))
-                return _answer(InstanceAck(heartbeat_s=NEVER_S, lease_key=derive_key(SECRET, name)))
+                return _answer(InstanceAck(heartbeat_s=NEVER_S, lease_keys=(derive_key(SECRET, name),)))
             case "DELETE", ["instances", name]:
                 self.removed.append(name)
                 return httpx.Response(204)
             case "POST", ["forks"]:
                 self.requests.append(ForkRequest.model_validate_json(body))
                 # Under its own fork's id, which a script cannot know.
-                plan = self.script(self.requests[-1].faults)
+                plan = self.script(self.requests[-1].faults, self.requests[-1].current)
                 return _answer(plan.model_copy(update={"fork_id": self.requests[-1].fork_id}))
             case "POST", ["forks", _, "progress"]:
                 self.progress.append(ForkProgress.model_validate_json(body))
-                return self.on_progress() if self.on_progress is not None else _answer(ProgressAck())
+                ack = ProgressAck(ask_again=self.ask_again)
+                return self.on_progress() if self.on_progress is not None else _answer(ack)
             case "POST", ["forks", fork_id, "finish"]:
                 self.finishes.append((fork_id, ForkFinish.model_validate_json(body)))
                 return httpx.Response(204)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 
 import pytest
 
 from rfork.errors import RforkError, SourceGone
 from rfork.fork.feed import Feed
+from rfork.fork.giver import Giver
 from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
 from rfork.image.ranges import Range
@@ -27,19 +29,29 @@ class Heard:
 
     def __init__(self) -> None:
         self.manifests: list[Manifest] = []
+        self.drafts: list[tuple[str, dict[int, bytes]]] = []
         self.offers: list[tuple[Range, ...]] = []
         self.failures: list[RforkError] = []
         self.offered = threading.Event()
         self.failed = threading.Event()
 
-    def on_manifest(self, feed: Feed, manifest: Manifest) -> None:
+    def on_manifest(self, feed: Giver, manifest: Manifest) -> None:
         self.manifests.append(manifest)
 
-    def on_offer(self, feed: Feed, chunks: tuple[Range, ...]) -> None:
+    def on_draft(self, feed: Giver, draft: str, digests: Mapping[int, bytes]) -> None:
+        self.drafts.append((draft, dict(digests)))
+
+    def sample(self) -> Mapping[int, bytes]:
+        return {}
+
+    def on_files(self, feed: Giver, origin: str, *, agrees: bool) -> None:
+        self.drafts.append((origin, {}))
+
+    def on_offer(self, feed: Giver, chunks: tuple[Range, ...]) -> None:
         self.offers.append(chunks)
         self.offered.set()
 
-    def on_failure(self, feed: Feed, error: RforkError) -> None:
+    def on_failure(self, feed: Giver, error: RforkError) -> None:
         self.failures.append(error)
         self.failed.set()
 

@@ -19,7 +19,7 @@ from rfork.image.board import ChunkBoard
 from rfork.image.chunks import MIB
 from rfork.seed.seed import Seed
 from rfork.transport.memory import Faults
-from rfork.wire import Plan, SourceFault
+from rfork.wire import Plan, Share, SourceFault
 from tests.unit.fork.fleet import (
     CHUNKS,
     Fleet,
@@ -55,7 +55,7 @@ def test_one_source_gives_all(fleet: Fleet) -> None:
     pulled = target.run()
     assert content(held) == content(target.image)
     assert (IMAGE_BYTES, 0, 0) == (pulled.bytes_read, pulled.bytes_repeated, pulled.replans)
-    assert [seed.manifest] == target.learnt
+    assert [seed.manifest] == target.relay.learnt
     assert [("a", "node", "memory", CHUNKS, IMAGE_BYTES)] == [
         (share.source_id, share.host, share.transport, share.verified_chunks, share.verified_bytes)
         for share in pulled.sources
@@ -185,9 +185,7 @@ def test_a_chain_of_three_ends_equal(fleet: Fleet) -> None:
     middle = image()
     board = ChunkBoard(middle.layout.chunks)
     relay = fleet.source("relay", middle, board=board, knows=False)
-    upper = Target(
-        fleet, Script([lambda: plan(route(seed, ALL))]), held=middle, board=board, learn=relay.learn
-    )
+    upper = Target(fleet, Script([lambda: plan(route(seed, ALL))]), held=middle, board=board, giving=relay)
     lower = Target(fleet, Script([lambda: plan(route(relay, ALL))]))
     reading = threading.Thread(target=lower.run)
     reading.start()
@@ -231,7 +229,7 @@ def test_a_lease_refused_thrice_excludes_the_source(fleet: Fleet) -> None:
     a = fleet.source("a", held, Faults(refuses=True))
     b = fleet.source("b", held)
 
-    def replan(faults: tuple[SourceFault, ...]) -> Plan:
+    def replan(faults: tuple[SourceFault, ...], current: tuple[Share, ...]) -> Plan:
         reported.extend((fault.instance_id, fault.fault, fault.error) for fault in faults)
         excluded = any(fault == "network" for _, fault, _ in reported)
         return plan(route(b if excluded else a, ALL))
@@ -278,8 +276,7 @@ def test_renewed_leases_are_shown_from_then_on(fleet: Fleet) -> None:
         if not rotated.is_set():
             rotated.set()
             newest = lease(relay, secret=b"3" * 32)
-            for secret in (b"2" * 32, b"3" * 32):  # two rotations: the first token is no longer good
-                relay.learn_key(derive_key(secret, "a"))
+            relay.learn_keys([derive_key(b"3" * 32, "a")])
             target.puller.renew({"a": newest, "unknown": newest})
             for index in range(1, CHUNKS):
                 board.mark(index)
@@ -336,7 +333,7 @@ def test_a_planner_that_forgot_is_asked_anew(fleet: Fleet) -> None:
 
     script = Script([lambda: plan(route(seed, ALL)), whole])
     target = Target(fleet, script)
-    target.board.subscribe(lambda: target.puller.plan_again() if len(target.board) == 2 else None)
+    target.board.subscribe(lambda: target.puller.plan_again("forgotten") if len(target.board) == 2 else None)
     pulled = target.run()
     assert (content(held), IMAGE_BYTES, 1) == (content(target.image), pulled.bytes_read, pulled.replans)
 
@@ -353,7 +350,7 @@ def test_while_a_planner_that_forgot_knows_no_source_the_old_plan_holds(fleet: F
         return plan(reason="no instance holds model")
 
     target = Target(fleet, Script([lambda: plan(route(seed, ALL)), nothing_yet]))
-    target.board.subscribe(lambda: target.puller.plan_again() if len(target.board) == 2 else None)
+    target.board.subscribe(lambda: target.puller.plan_again("forgotten") if len(target.board) == 2 else None)
     target.run()
     assert (content(held), []) == (content(target.image), target.reasons)
 

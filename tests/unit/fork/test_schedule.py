@@ -249,3 +249,28 @@ def test_what_a_source_offered_before_it_was_given_up_is_void() -> None:
     before = schedule.take()
     schedule.offer("a", ((0, 1),))
     assert [None, Read("a", 0)] == [before, schedule.take()]
+
+
+def test_a_dropped_chunk_is_wanted_again() -> None:
+    """A verified chunk that turned out wrong has no source until the next plan."""
+    schedule = Schedule(2, [(0, 2)])
+    before = schedule.unassigned, schedule.complete
+    schedule.drop([1])
+    assert ((False, True), (True, False)) == (before, (schedule.unassigned, schedule.complete))
+
+
+def test_what_is_read_from_whom() -> None:
+    """What is in flight and what is planned, by source, without what is verified."""
+    schedule = Schedule(5, [(0, 1)])
+    schedule.adopt({"a": [(0, 3)], "b": [(3, 5)]})
+    schedule.offer("a", [(0, 3)])
+    schedule.take()
+    assert {"a": ((1, 3),), "b": ((3, 5),)} == schedule.shares
+
+
+def test_a_filled_schedule_is_complete() -> None:
+    """After a loader wrote every chunk nothing is left to read."""
+    schedule = Schedule(3)
+    schedule.adopt({"a": [(0, 3)]})
+    schedule.fill()
+    assert (True, {}, None) == (schedule.complete, schedule.shares, schedule.take())

@@ -18,7 +18,7 @@ from rfork.image.chunks import MIB
 from rfork.seed.seed import Identity
 from rfork.settings import Settings
 from rfork.transport.memory import Faults, MemoryTransport
-from rfork.wire import ForkProgress, Plan
+from rfork.wire import ForkProgress, Plan, Share
 from tests.unit.fork.fleet import Fleet, Script, plan, route, settings, working_threads
 from tests.unit.fork.planner import FakePlanner, problem
 
@@ -95,7 +95,7 @@ def test_a_fork(fleet: Fleet) -> None:
     )
     assert seed.manifest is not None
     assert (seed.manifest.weights_id, seed.image.layout.image_bytes) == (report.weights_id, report.bytes_read)
-    assert {"capture", "plan", "transfer"} == set(report.phases)
+    assert {"capture", "offer", "plan", "transfer"} == set(report.phases)
     ended = [(finish.outcome, finish.sources, finish.bytes_read) for _, finish in planner.finishes]
     assert [("forked", {"a": report.image_bytes}, report.bytes_read)] == ended
     assert ((ALL,), report.image_bytes) == (told[-1][0].verified, told[-1][1])
@@ -296,6 +296,26 @@ def test_a_planner_that_forgot_the_fork_is_asked_again(fleet: Fleet) -> None:
         torch.equal(source.weight, module.weight),
         report.replans,
         planner.requests[1].instance.verified,
+    )
+    assert report.seed is not None
+    report.seed.close()
+
+
+def test_a_better_plan_is_asked_for_when_the_planner_says_so(fleet: Fleet) -> None:
+    """The next request says what is read now; what is verified is kept, and nothing is read twice."""
+    source, module = Model(0.0), Model(1.0)
+    held = capture(source)
+    manifest = held.manifest()
+    slow = fleet.source("slow", held, board=ChunkBoard(held.layout.chunks, [0, 1]), manifest=manifest)
+    fast = fleet.source("fast", held, manifest=manifest)
+    planner = planning(lambda: plan(route(slow, ALL)), lambda: plan(route(fast, (2, 5))))
+    planner.ask_again = "a faster source has come up"
+    report = session(fleet, module, planner).run()
+    assert (True, ["fast", "slow"], 0, (Share(source_id="slow", chunks=((2, 5),)),)) == (
+        torch.equal(source.weight, module.weight),
+        sorted(share.source_id for share in report.sources),
+        report.bytes_repeated,
+        planner.requests[1].current,
     )
     assert report.seed is not None
     report.seed.close()

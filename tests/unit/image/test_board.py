@@ -47,3 +47,22 @@ def test_marks_are_told_until_unsubscribed() -> None:
     leave()
     board.mark(0)
     assert [((1, 2),), ((1, 3),), ()] == heard
+
+
+def test_a_dropped_chunk_is_not_held() -> None:
+    """What turned out wrong is gone, with its digest; dropping what is not there is no error."""
+    board = ChunkBoard(CHUNKS)
+    board.mark(1, b"one")
+    board.mark(2, b"two")
+    board.drop([1, 4])
+    assert (((2, 3),), {2: b"two"}) == (board.verified, board.digests)
+
+
+def test_the_draft_goes_with_its_chunks() -> None:
+    """A draft is told with the digests of its chunks; clearing the board ends it."""
+    board = ChunkBoard(CHUNKS)
+    board.begin("files")
+    board.mark(3, b"three")
+    before = board.drafted
+    board.clear()
+    assert (("files", {3: b"three"}), (None, {})) == (before, board.drafted)

@@ -22,6 +22,7 @@ from rfork.image.layout import Layout, TensorSpec
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Segment
 from rfork.peer import codec
+from rfork.peer.base import Progress
 from rfork.peer.v1 import peer_pb2
 from rfork.transport.base import Endpoint
 
@@ -177,14 +178,29 @@ def test_segment_lists_that_do_not_fit_are_refused() -> None:
         codec.endpoint_of(message)
 
 
-def test_progress_message() -> None:
-    """Chunk ranges, generation and draining."""
-    message = codec.progress_message([(0, 2), (5, 6)], 7, draining=True)
-    assert ([(0, 2), (5, 6)], 7, True) == (
-        [(part.begin, part.end) for part in message.chunks],
-        message.generation,
-        message.draining,
-    )
+@pytest.mark.parametrize(
+    "progress",
+    [
+        Progress((), draining=False),
+        Progress(((0, 2), (5, 6)), draining=True, weights_id="ab" * 16),
+        Progress(((3, 5),), False, (b"x" * 16, b"y" * 16), "cd" * 16, None, True),
+    ],
+    ids=["keep-alive", "sealed", "draft"],
+)
+def test_progress_comes_back(progress: Progress) -> None:
+    """Chunks, digests, draft, weights and flags arrive as they were."""
+    message = codec.progress_message(progress, 7)
+    received = peer_pb2.WatchProgressResponse.FromString(message.SerializeToString())
+    assert (7, progress) == (received.generation, codec.progress_of(received))
+
+
+@pytest.mark.parametrize(("begin", "end", "digests"), [(0, 2, 16), (0, 1, 15), (2, 0, 16), (0, 1 << 60, 16)])
+def test_digests_that_do_not_fit_are_refused(begin: int, end: int, digests: int) -> None:
+    """Other than one digest a chunk is no progress, however many chunks are claimed."""
+    message = peer_pb2.WatchProgressResponse(digests=b"x" * digests)
+    message.chunks.add(begin=begin, end=end)
+    with pytest.raises(SourceCorrupt):
+        codec.progress_of(message)
 
 
 class Failed(grpc.RpcError, grpc.Call):

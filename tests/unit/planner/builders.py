@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from planner.fleet import Decision, Demand, Group, Place, Source
+from planner.fleet import Decision, Demand, Group, Place, Share, Source, Storage
 from planner.leases import Clock
 from planner.policy import plan
-from rfork.image.ranges import Range
-from rfork.wire import ForkRequest, InstanceReport, Placement, Rank, SourceFault
+from rfork.image.ranges import Range, count
+from rfork.wire import ForkRequest, InstanceReport, Placement, Rank, SourceFault, StorageOffer
 
 LAYOUT: Final = "a" * 32
 OTHER_LAYOUT: Final = "b" * 32
 WEIGHTS: Final = "1" * 32
 OTHER_WEIGHTS: Final = "2" * 32
+ORIGIN: Final = "d" * 32
+OTHER_ORIGIN: Final = "e" * 32
 CHUNKS: Final = 12
 NOW: Final = 100.0
+SNAPSHOT: Final = Storage("snapshot", "file:///s", ORIGIN, WEIGHTS)
+CHECKPOINT: Final = Storage("checkpoint", "file:///c", ORIGIN)
+LOADER: Final = Storage("loader")
 
 
 def seed(instance_id: str, **changes: object) -> Source:
@@ -47,33 +52,73 @@ def loading(instance_id: str, *verified: Range, **changes: object) -> Source:
     )
 
 
-def group(
-    *sources: Source, reads: Mapping[str, tuple[str, ...]] | None = None, other_ranks: tuple[str, ...] = ()
-) -> Group:
+Reads = Mapping[str, Mapping[str, tuple[Range, ...]]]
+"""Chunks by source, by target; a target that is its own source reads its storage."""
+
+
+def group(*sources: Source, reads: Reads | None = None, other_ranks: tuple[str, ...] = ()) -> Group:
     """A group in which each target in `reads` runs the fork `fork-TARGET` over those sources."""
-    reads = reads or {}
-    readers: dict[str, set[str]] = {}
-    for target, parents in reads.items():
-        for parent in parents:
-            readers.setdefault(parent, set()).add(f"fork-{target}")
+    readers: dict[str, dict[str, float]] = {}
+    shares: dict[str, tuple[Share, ...]] = {}
+    for target, parts in (reads or {}).items():
+        shares[target] = tuple(Share(source, chunks) for source, chunks in parts.items())
+        for source, chunks in parts.items():
+            if source != target:
+                readers.setdefault(source, {})[f"fork-{target}"] = count(chunks) / CHUNKS
     return Group(
         model="m",
         rank_key="r",
         sources={source.instance_id: source for source in sources},
-        readers={name: frozenset(forks) for name, forks in readers.items()},
-        parents=dict(reads),
+        readers=readers,
+        shares=shares,
         other_ranks=other_ranks,
     )
 
 
+def demand(target: Source, *current: Share, **blamed: str) -> Demand:
+    """The demand of `fork-TARGET`."""
+    return Demand(f"fork-{target.instance_id}", target, blamed, current)
+
+
 def decide(fleet: Group, target: Source, **blamed: str) -> Decision:
-    """The decision for `fork-TARGET` at NOW."""
-    return plan(fleet, Demand(f"fork-{target.instance_id}", target, blamed), NOW)
+    """The decision for `fork-TARGET`, which reads what the fleet says it does, at NOW."""
+    asked = demand(target, *fleet.shares.get(target.instance_id, ()), **blamed)
+    return plan(fleet, [asked], NOW)[asked.fork_id]
+
+
+def together(fleet: Group, *targets: Source) -> dict[str, dict[str, tuple[Range, ...]]]:
+    """Chunks by source for each of several targets that are planned in one call."""
+    decisions = plan(fleet, [demand(target) for target in targets], NOW)
+    return {target.instance_id: routes(decisions[f"fork-{target.instance_id}"]) for target in targets}
+
+
+def targets(number: int, **changes: object) -> list[Source]:
+    """So many targets that hold nothing: t00, t01, …, each on a host of its own."""
+    return [loading(f"t{index:02}", **changes) for index in range(number)]
+
+
+def applied(fleet: Group, demands: Sequence[Demand], decisions: Mapping[str, Decision]) -> Group:
+    """The fleet once all targets read what was decided."""
+    forks = {demand.fork_id for demand in demands}
+    readers = {
+        source: {fork: part for fork, part in there.items() if fork not in forks}
+        for source, there in fleet.readers.items()
+    }
+    shares = dict(fleet.shares)
+    for demand in demands:
+        decision, own = decisions[demand.fork_id], demand.target.instance_id
+        shares[own] = decision.shares + tuple(Share(own, chunks) for _, chunks in decision.storage)
+        for share in decision.shares:
+            part = count(share.chunks) / max(1, demand.target.chunk_count)
+            readers.setdefault(share.source_id, {})[demand.fork_id] = part
+    members = {demand.target.instance_id: demand.target for demand in demands}
+    return replace(fleet, sources={**fleet.sources, **members}, readers=readers, shares=shares)
 
 
 def routes(decision: Decision) -> dict[str, tuple[Range, ...]]:
-    """Chunks by source."""
-    return {each.source_id: each.chunks for each in decision.assignments}
+    """Chunks by source; those from storage by its kind."""
+    peers = {each.source_id: each.chunks for each in decision.assignments}
+    return peers | {storage.kind: chunks for storage, chunks in decision.storage}
 
 
 @dataclass
@@ -120,6 +165,14 @@ def ask(
 ) -> ForkRequest:
     """The request of `fork-TARGET`."""
     return ForkRequest(fork_id=f"fork-{target}", instance=report(target, *verified, **changes), faults=faults)
+
+
+def offers(*storages: Storage) -> tuple[StorageOffer, ...]:
+    """Storage, as an instance reports it."""
+    return tuple(
+        StorageOffer(kind=each.kind, uri=each.uri, origin=each.origin, weights_id=each.weights_id)
+        for each in storages
+    )
 
 
 def fault(instance_id: str, error: str, kind: str = "source") -> SourceFault:

@@ -25,8 +25,8 @@ def time() -> FakeTime:
 
 @pytest.fixture
 def app(time: FakeTime) -> FastAPI:
-    """A planner with the default settings."""
-    return create_app(PlannerSettings(secret="s" * 32), time.clock)  # type: ignore[arg-type]
+    """A planner that plans each arrival by itself, and at once."""
+    return create_app(PlannerSettings(secret="s" * 32, batch_s=0), time.clock)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -1,106 +1,216 @@
 from __future__ import annotations
 
-from hypothesis import given
+from dataclasses import replace
+from random import Random
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.fleet import Demand, Group, Place, Source
+from planner.fleet import Demand, Group, Place, Share, Source, Storage
 from planner.policy import plan
-from rfork.image.ranges import Range, count, from_indices, normalise, subtract
+from rfork.image.ranges import Range, from_indices
+from tests.unit.planner.audit import covered, missing, violations
 from tests.unit.planner.builders import (
+    CHECKPOINT,
     CHUNKS,
     LAYOUT,
+    LOADER,
     NOW,
+    ORIGIN,
     OTHER_LAYOUT,
+    OTHER_ORIGIN,
     OTHER_WEIGHTS,
+    SNAPSHOT,
     WEIGHTS,
     group,
     loading,
     seed,
 )
 
-NAMES = tuple("abcdefgh")
-chunk_sets = st.sets(st.integers(0, CHUNKS - 1)).map(from_indices)
+MEMBERS = tuple(f"m{index}" for index in range(10))
+ALL = ((0, CHUNKS),)
+STORAGES = (
+    SNAPSHOT,
+    CHECKPOINT,
+    LOADER,
+    Storage("snapshot", "file:///o", OTHER_ORIGIN, OTHER_WEIGHTS),
+    Storage("checkpoint", "file:///o", OTHER_ORIGIN),
+)
 
 
-@st.composite
-def sources(draw: st.DrawFn, name: str) -> Source:
-    """Any source that the planner may know."""
+class Lots(Random):
+    """Whole fleets are drawn from one number: field by field would take a hundred times as long."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self._number = number
+
+    def __repr__(self) -> str:
+        return f"Lots({self._number})"
+
+
+seeds = st.integers(0, 2**32).map(Lots)
+
+
+def some(lots: Random) -> tuple[Range, ...]:
+    """Any chunks, seldom none or all."""
+    return from_indices(index for index in range(CHUNKS) if lots.random() < lots.choice((0.1, 0.5, 0.9)))
+
+
+def place(lots: Random, name: str) -> Place:
+    """A host that others may be on too, and labels that may be missing."""
+    host = lots.choice((f"host-{name}", f"host-{name}", "h1", "h2"))
+    nvlink = lots.choice((None, None, None, "n1", "n2"))
+    return Place(host, lots.choice((None, "r1", "r2")), lots.choice((None, "z1", "z2")), nvlink)
+
+
+def anybody(lots: Random, name: str) -> Source:
+    """Any instance that the planner may know."""
+    weights_id, draft = lots.choice(
+        [(WEIGHTS, None)] * 4 + [(OTHER_WEIGHTS, None), (WEIGHTS, ORIGIN), (None, ORIGIN), (None, OTHER_ORIGIN), (None, None)]
+    )  # fmt: skip
     return seed(
         name,
-        layout_id=draw(st.sampled_from([LAYOUT, LAYOUT, LAYOUT, OTHER_LAYOUT])),
-        weights_id=draw(st.sampled_from([WEIGHTS, WEIGHTS, OTHER_WEIGHTS, None])),
-        generation=draw(st.integers(0, 2)),
-        state=draw(st.sampled_from(["serving", "loading", "draining"])),
-        verified=draw(st.one_of(st.just(((0, CHUNKS),)), chunk_sets)),
-        transports=draw(st.sampled_from([("http",), ("http", "memory"), ("memory",)])),
-        place=Place(draw(st.sampled_from(["h1", "h2"])), draw(st.sampled_from([None, "r1"]))),
-        max_readers=draw(st.integers(0, 3)),
-        expires_at=draw(st.sampled_from([NOW, NOW + 1])),
-        quarantined_until=draw(st.sampled_from([0.0, NOW + 1])),
+        layout_id=lots.choice([LAYOUT] * 6 + [OTHER_LAYOUT]),
+        weights_id=weights_id,
+        draft=draft,
+        generation=lots.randrange(3),
+        state=lots.choice(["serving"] * 4 + ["loading", "draining"]),
+        verified=lots.choice((ALL, ALL, (), some(lots))),
+        transports=lots.choice([("http",)] * 4 + [("http", "memory"), ("memory",), ()]),
+        place=place(lots, name),
+        max_readers=lots.randrange(5),
+        expires_at=lots.choice([NOW + 1] * 6 + [NOW]),
+        quarantined_until=lots.choice([0.0] * 6 + [NOW + 1]),
+        storage=tuple(lots.sample(STORAGES, lots.choice((0, 0, 1, 2)))),
+        slow=lots.random() < 0.2,
+        weight=lots.choice((0.5, 1.0, 1.0, 4.0)),
+        egress_rate=lots.choice((None, None, 1e9, 5e8)),
+        ingress_rate=lots.choice((None, 1e9, 3e8)),
     )
 
 
-@st.composite
-def fleets(draw: st.DrawFn) -> Group:
+def reads(lots: Random, name: str, others: tuple[str, ...]) -> dict[str, tuple[Range, ...]]:
+    """Each chunk from one source at most: a peer that may be dead or unknown, or its own storage."""
+    sources = [lots.choice((name, "ghost", *others)) for _ in range(lots.randrange(4))]
+    where = [lots.choice((*sources, None)) for _ in range(CHUNKS)]
+    return {
+        source: from_indices(chunk for chunk in range(CHUNKS) if where[chunk] == source) for source in sources
+    }
+
+
+def fleet_of(lots: Random, names: tuple[str, ...]) -> Group:
     """Any fleet, with any routes, even ones that run in circles."""
-    members = [draw(sources(name)) for name in draw(st.sets(st.sampled_from(NAMES)))]
-    parents = st.sets(st.sampled_from(NAMES), max_size=2).map(lambda names: tuple(sorted(names)))
-    return group(*members, reads=draw(st.dictionaries(st.sampled_from(NAMES), parents)))
+    members = [anybody(lots, name) for name in names if lots.random() < 0.7]
+    return group(*members, reads={name: reads(lots, name, names) for name in names if lots.random() < 0.5})
 
 
-@given(fleets(), st.sampled_from(NAMES), chunk_sets, st.sets(st.sampled_from(NAMES)))
-def test_a_plan_covers_what_is_missing_once_and_names_fit_sources_only(
-    fleet: Group, name: str, verified: tuple[Range, ...], blamed: set[str]
+def demand_of(lots: Random, fleet: Group, name: str) -> Demand:
+    """Any demand of an instance, whether the planner knows it or not."""
+    target = replace(
+        anybody(lots, name), layout_id=LAYOUT, state="loading", expires_at=NOW + 1, quarantined_until=0.0
+    )
+    if lots.random() < 0.6:
+        target = replace(target, verified=(), weights_id=None, draft=None)
+    named = (*fleet.sources, name)
+    blamed = {other: "x" for other in named if lots.random() < 0.1}
+    current = fleet.shares.get(name, ()) if lots.random() < 0.7 else ()
+    if lots.random() < 0.1:
+        current = (*current, Share(lots.choice(named), some(lots)))
+    return Demand(f"fork-{name}", target, blamed, current)
+
+
+@given(seeds, st.integers(0, 10), st.integers(1, 40))
+@settings(max_examples=400, deadline=None)
+def test_every_decision_keeps_every_promise(lots: Random, members: int, number: int) -> None:
+    """Whatever the fleet and whoever asks: see `audit` for what is promised."""
+    fleet = fleet_of(lots, MEMBERS[:members])
+    names = lots.sample([*MEMBERS, *(f"t{index:02}" for index in range(40))], number)
+    demands = [demand_of(lots, fleet, name) for name in names]
+    assert [] == violations(fleet, demands, plan(fleet, demands, NOW), NOW)
+
+
+@given(seeds, st.integers(0, 10))
+@settings(max_examples=600, deadline=None)
+def test_a_decision_made_alone_keeps_every_promise(lots: Random, members: int) -> None:
+    """One demand at a time is what most requests are."""
+    fleet = fleet_of(lots, MEMBERS[:members])
+    demands = [demand_of(lots, fleet, lots.choice((*MEMBERS, "t")))]
+    assert [] == violations(fleet, demands, plan(fleet, demands, NOW), NOW)
+
+
+def blank(lots: Random, name: str) -> Source:
+    """A target that holds nothing and may take two readers at least."""
+    return loading(
+        name,
+        transports=lots.choice((("http",), ("http", "memory"), ("memory", "http"))),
+        place=place(lots, name),
+        max_readers=lots.randrange(2, 5),
+        slow=lots.random() < 0.1,
+        ingress_rate=lots.choice((None, 1e9, 3e8, 1e8)),
+        storage=tuple(lots.sample(STORAGES, lots.choice((0, 0, 1, 2)))),
+    )
+
+
+@given(seeds, st.integers(1, 5), st.integers(1, 40))
+@settings(max_examples=400, deadline=None)
+def test_nobody_is_left_without_a_source_while_a_seed_has_places(
+    lots: Random, givers: int, number: int
 ) -> None:
-    """Whatever the fleet: routes are disjoint, their union is what is missing, and no source is unfit."""
-    target = loading(name, *verified)
-    fork_id = f"fork-{name}"
-    decision = plan(fleet, Demand(fork_id, target, dict.fromkeys(blamed, "x")), NOW)
-    assigned = [each for route in decision.assignments for each in route.chunks]
-    missing = subtract([(0, CHUNKS)], verified)
-    if decision.assignments:
-        assert missing == normalise(assigned)
-        assert count(missing) == count(assigned)
-    else:
-        assert decision.reason
-    for route in decision.assignments:
-        source = fleet.sources[route.source_id]
-        assert source.expires_at > NOW
-        assert source.state != "draining"
-        assert source.quarantined_until <= NOW
-        assert source.layout_id == LAYOUT
-        assert source.weights_id in (decision.weights_id, None)
-        assert not verified or decision.weights_id == WEIGHTS
-        assert route.source_id not in {name, *blamed}
-        assert len(fleet.readers.get(route.source_id, frozenset()) - {fork_id}) < source.max_readers
-        assert set(route.transports) == set(source.transports) & set(target.transports) != set()
+    """Where each takes two readers at least, all targets stand somewhere behind the seeds."""
+    members = [
+        seed(
+            f"s{index}", place=place(lots, f"s{index}"), max_readers=lots.randrange(2, 5),
+            egress_rate=lots.choice((None, 1e9, 5e8)), weight=lots.choice((1.0, 4.0)),
+        )
+        for index in range(givers)
+    ]  # fmt: skip
+    busy = {f"x{index}": {"s0": ALL} for index in range(members[0].max_readers - 1)}
+    fleet = group(*members, *(blank(lots, name) for name in busy), reads=busy)
+    demands = [Demand(f"fork-t{index:02}", blank(lots, f"t{index:02}")) for index in range(number)]
+    decisions = plan(fleet, demands, NOW)
+    assert [] == violations(fleet, demands, decisions, NOW)
+    assert {demand.fork_id: ALL for demand in demands} == {
+        fork_id: covered(decision) for fork_id, decision in decisions.items()
+    }
 
 
-@given(st.data())
-def test_fleets_that_plans_alone_built_have_no_circles_and_nobody_over_capacity(data: st.DataObject) -> None:
-    """Targets come, progress, lose their sources and ask again in any order: the routes stay a forest."""
-    fleet = {name: seed(name, max_readers=data.draw(st.integers(1, 2))) for name in ("s1", "s2")}
-    reads: dict[str, tuple[str, ...]] = {}
-    for _ in range(data.draw(st.integers(1, 14))):
-        name = data.draw(st.sampled_from(NAMES))
-        held = data.draw(st.integers(0, CHUNKS - 1))
-        fleet[name] = loading(name, *normalise([(0, held)]), max_readers=2)
-        blamed = data.draw(st.sets(st.sampled_from(reads.get(name) or ("s1",))))
-        fleet_now = group(*fleet.values(), reads=reads)
-        decision = plan(fleet_now, Demand(f"fork-{name}", fleet[name], dict.fromkeys(blamed, "x")), NOW)
-        reads[name] = tuple(route.source_id for route in decision.assignments)
-        load = [source for parents in reads.values() for source in parents]
-        assert all(load.count(source) <= fleet[source].max_readers for source in load)
-        assert not any(target in upstream(target, reads) for target in reads)
+@given(seeds, st.integers(2, 40))
+@settings(max_examples=300, deadline=None)
+def test_a_cold_group_reads_storage_once(lots: Random, number: int) -> None:
+    """Nobody holds anything: each byte is read from storage once, and all get all."""
+    demands = [Demand(f"fork-t{index:02}", blank(lots, f"t{index:02}")) for index in range(number)]
+    decisions = plan(group(), demands, NOW)
+    assert [] == violations(group(), demands, decisions, NOW)
+    able = any(demand.target.storage for demand in demands)
+    read = [chunks for decision in decisions.values() for _, chunks in decision.storage]
+    assert (number * [ALL if able else ()], able * CHUNKS) == (
+        [covered(decision) for decision in decisions.values()],
+        sum(end - begin for chunks in read for begin, end in chunks),
+    )
 
 
-def upstream(target: str, reads: dict[str, tuple[str, ...]]) -> set[str]:
-    """All that the target reads from, directly or through others."""
-    found: set[str] = set()
-    line = list(reads.get(target, ()))
-    while line:
-        source = line.pop()
-        if source not in found:
-            found.add(source)
-            line.extend(reads.get(source, ()))
-    return found
+@given(seeds, st.integers(0, 10), st.integers(1, 40))
+@settings(max_examples=200, deadline=None)
+def test_the_order_of_the_demands_does_not_matter(lots: Random, members: int, number: int) -> None:
+    """The same demands in another order give the same decisions, and so do the same ones again."""
+    fleet = fleet_of(lots, MEMBERS[:members])
+    names = lots.sample([*MEMBERS, *(f"t{index:02}" for index in range(40))], number)
+    demands = [demand_of(lots, fleet, name) for name in names]
+    shuffled = lots.sample(demands, number)
+    assert plan(fleet, demands, NOW) == plan(fleet, shuffled, NOW) == plan(fleet, demands, NOW)
+
+
+@given(seeds, st.integers(0, 10), st.integers(1, 10))
+@settings(max_examples=200, deadline=None)
+def test_what_is_not_assigned_is_asked_for_again_or_explained(
+    lots: Lots, members: int, number: int
+) -> None:
+    """A decision that leaves chunks out says that asking again may help, or why nobody gives any."""
+    fleet = fleet_of(lots, MEMBERS[:members])
+    demands = [demand_of(lots, fleet, name) for name in lots.sample(MEMBERS, number)]
+    decisions = plan(fleet, demands, NOW)
+    for demand in demands:
+        decision = decisions[demand.fork_id]
+        if covered(decision) and covered(decision) != missing(demand):
+            assert decision.full

@@ -13,11 +13,14 @@ from rfork.errors import LayoutMismatch, LeaseRefused, SourceBusy, SourceChanged
 from rfork.image.board import ChunkBoard
 from rfork.image.capture import image_of
 from rfork.image.chunks import MIB
+from rfork.peer.base import Progress
 from rfork.peer.memory import MemoryPeers
 from rfork.peer.server import PeerHost, PeerService
-from rfork.seed.seed import Identity, Seed, seal
+from rfork.seed.holding import seal
+from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
 from rfork.transport.memory import MemoryNetwork, MemoryTransport
+from rfork.wire import StorageOffer
 
 KEY = derive_key(b"s" * 32, "seed-1")
 IMAGE = image_of({"a": torch.arange(3 * MIB, dtype=torch.uint8)})
@@ -34,7 +37,7 @@ def made(board: ChunkBoard | None = None, *, network: MemoryNetwork | None = Non
         manifest=seal(IMAGE) if board is None else None,
         serve_peer=MemoryPeers().service,
     )
-    seed.learn_key(KEY)
+    seed.learn_keys([KEY])
     return seed
 
 
@@ -200,3 +203,47 @@ def test_a_start_that_fails_leaves_nothing_open() -> None:
     with pytest.raises(OSError, match="taken"):
         seed.start()
     assert {} == network.exports
+
+
+def test_a_relay_without_a_manifest_tells_digests() -> None:
+    """Chunks of a draft are told with their digests, and only where these are known."""
+    with made(ChunkBoard(IMAGE.layout.chunks, [2])) as seed:
+        seed.board.begin("files")
+        seed.board.mark(0, b"0" * 16)
+        seed.board.mark(1, b"1" * 16)
+        seed.say_loading(True)
+        assert Progress(((1, 2),), False, (b"1" * 16,), "files", None, True) == seed.news(((0, 1),))
+
+
+def test_a_sealed_relay_tells_its_weights() -> None:
+    """Once the manifest is known its weights_id stands for all digests."""
+    manifest = seal(IMAGE)
+    with made(ChunkBoard(IMAGE.layout.chunks)) as seed:
+        seed.board.begin("files")
+        seed.board.mark(0, manifest.digests[0])
+        seed.learn(manifest)
+        assert Progress(((0, 1),), False, weights_id=manifest.weights_id) == seed.news(())
+
+
+def test_dropped_chunks_fence_their_readers() -> None:
+    """Whoever read a chunk that turned out wrong sees another generation."""
+    with made(ChunkBoard(IMAGE.layout.chunks, [0, 1])) as seed:
+        seed.drop([1])
+        assert (1, ((0, 1),)) == (seed.generation, seed.report().verified)
+        with pytest.raises(SourceChanged):
+            seed.admit(token(generation=0), 0, 1)
+
+
+def test_a_report_says_what_it_could_read() -> None:
+    """Offers of storage, the origin of a draft, and the shares and labels of the settings."""
+    offer = StorageOffer(kind="checkpoint", uri="file:///files", origin="a" * 32)
+    with made(ChunkBoard(IMAGE.layout.chunks)) as seed:
+        seed.storage = (offer,)
+        seed.board.begin(f"{'a' * 32}-01")
+        report = seed.report()
+    assert ((offer,), "a" * 32, 1.0, None) == (
+        report.storage,
+        report.draft,
+        report.weight,
+        report.placement.nvlink,
+    )

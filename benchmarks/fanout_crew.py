@@ -1,0 +1,185 @@
+"""The hosts of `benchmarks.fanout`: a lab with a planner on one host and a node process on each other one.
+
+The processes live through all cases, because to import torch sixteen times costs more than a fork; each
+case has a model of its own name, fresh memory, and seeds of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Final, Self
+
+from benchmarks import fanout_wire
+from benchmarks.fanout_wire import Answer, Command
+from benchmarks.netlab import Lab
+from rfork.errors import RforkError
+
+PLANNER: Final = "planner"
+PORT: Final = 8700
+START_S: Final = 120.0
+STEP_S: Final = 60.0
+"""Most seconds for any command that moves no weights."""
+LOOK_S: Final = 1.0
+"""How often it is seen whether a process that was started has ended."""
+TAIL: Final = 2000
+
+
+class FanoutError(RforkError):
+    """A case could not be run to its end."""
+
+
+class Node:
+    """One node process, as the benchmark sees it. `send` and `answer` go in pairs."""
+
+    def __init__(self, name: str, connection: socket.socket, lines: IO[bytes], log: Path) -> None:
+        self.name = name
+        self._connection = connection
+        self._lines = lines
+        self._log = log
+
+    def send(self, command: Command) -> None:
+        """Have it begin; raises FanoutError where it is gone."""
+        try:
+            self._connection.sendall(fanout_wire.line(command))
+        except OSError as error:
+            raise FanoutError(f"{self.name} is gone ({error}): {tail(self._log)}") from None
+
+    def answer(self, seconds: float = STEP_S) -> Answer:
+        """What it says once it is done; raises FanoutError for a failure, silence, or its end."""
+        self._connection.settimeout(seconds)
+        try:
+            text = self._lines.readline()
+        except OSError as error:
+            raise FanoutError(f"{self.name} is silent ({error}): {tail(self._log)}") from None
+        if not text:
+            raise FanoutError(f"{self.name} ended: {tail(self._log)}")
+        answer = fanout_wire.answer(text)
+        if answer.error:
+            raise FanoutError(answer.error)
+        return answer
+
+    def ask(self, command: Command, seconds: float = STEP_S) -> Answer:
+        """`send` and `answer`."""
+        self.send(command)
+        return self.answer(seconds)
+
+    def close(self) -> None:
+        """End the connection, which ends the process."""
+        self._lines.close()
+        self._connection.close()
+
+
+@dataclass(frozen=True)
+class Processors:
+    """Seconds of processor time so far: of the whole machine, its idle part, and of the crew."""
+
+    total: float
+    idle: float
+    crew: float
+
+    @classmethod
+    def now(cls, processes: Sequence[int]) -> Processors:
+        """As /proc counts them; `processes` are the crew's."""
+        tick = os.sysconf("SC_CLK_TCK")
+        fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        crew = 0
+        for pid in processes:
+            with contextlib.suppress(FileNotFoundError):
+                mine = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                crew += int(mine[11]) + int(mine[12])
+        return cls(sum(fields) / tick, (fields[3] + fields[4]) / tick, crew / tick)
+
+    def busy_since(self, before: Processors) -> tuple[float, float]:
+        """Part of the processors' time that was used, and that the crew used; 0 to 1 each."""
+        passed = max(self.total - before.total, 1e-9)
+        return 1 - (self.idle - before.idle) / passed, (self.crew - before.crew) / passed
+
+
+class Crew:
+    """A context manager; the processes are up inside the block, and gone after it whatever happens."""
+
+    def __init__(self, nodes: Sequence[str], *, size: int, rate: float, delay_s: float) -> None:
+        """`size`: bytes of the image; `rate`: bits a second each way of every link."""
+        self.size = size
+        self.rate = rate
+        self.lab = Lab([PLANNER, *nodes], rate=rate, delay_s=delay_s)
+        self._names = tuple(nodes)
+        self._nodes: dict[str, Node] = {}
+        self._processes: list[subprocess.Popen[str]] = []
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._open.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def __getitem__(self, name: str) -> Node:
+        return self._nodes[name]
+
+    def processors(self) -> Processors:
+        """Processor time used so far."""
+        return Processors.now([process.pid for process in self._processes])
+
+    def _start(self) -> None:
+        folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="rfork-fanout-")))
+        path = str(folder / "socket")
+        listener = self._open.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(path)
+        listener.listen(len(self._names))
+        self._open.enter_context(self.lab)
+        url = f"http://{self.lab.address(PLANNER)}:{PORT}"
+        planner = {"RFORK_PLANNER_BIND": self.lab.address(PLANNER), "RFORK_PLANNER_PORT": str(PORT)}
+        self._run(PLANNER, ["-m", "rfork", "planner"], planner, folder)
+        for name in self._names:
+            variables = {"RFORK_PLANNER": url, "RFORK_BIND": self.lab.address(name), "RFORK_HOST": name}
+            self._run(name, ["-m", "benchmarks.fanout_node", path, name, str(self.size)], variables, folder)
+        for _ in self._names:
+            self._meet(listener, folder)
+
+    def _run(self, host: str, arguments: Sequence[str], own: Mapping[str, str], folder: Path) -> None:
+        # Options of the data plane (RFORK_WINDOW, …) come in from outside: they are what is to be tried.
+        chosen = {"RFORK_TRANSPORTS": "http", "RFORK_LOG_LEVEL": "warning", **os.environ, **own}
+        output = self._open.enter_context((folder / f"{host}.log").open("w"))
+        self._processes.append(self.lab.start(host, [sys.executable, *arguments], chosen, output))
+
+    def _meet(self, listener: socket.socket, folder: Path) -> None:
+        give_up = time.monotonic() + START_S
+        listener.settimeout(LOOK_S)
+        while True:
+            try:
+                connection, _ = listener.accept()
+                break
+            except TimeoutError:
+                late = [name for name in self._names if name not in self._nodes]
+                ended = any(process.poll() is not None for process in self._processes)
+                if ended or time.monotonic() > give_up:
+                    said = tail(folder / f"{late[0]}.log")
+                    raise FanoutError(f"{', '.join(late)} did not start: {said}") from None
+        connection.settimeout(START_S)
+        lines = connection.makefile("rb")
+        name = lines.readline().decode().strip()
+        node = self._nodes[name] = Node(name, connection, lines, folder / f"{name}.log")
+        self._open.callback(node.close)
+
+
+def tail(log: Path) -> str:
+    """The end of a process's log."""
+    return log.read_text(errors="replace")[-TAIL:] or "it said nothing"

@@ -1,0 +1,131 @@
+"""The fleet of `benchmarks.planner_load`: what each rank reports, and what each fork asks and tells.
+
+R ranks, one a host; most are seeds that hold every chunk, the others are targets that fork for ever: each
+ends its fork and asks under a new id, as an instance that was started again would. So the planner's
+state is steady: R instances, and as many forks under way as there are targets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rfork.wire import (
+    ForkFinish,
+    ForkProgress,
+    ForkRequest,
+    InstanceReport,
+    Placement,
+    Plan,
+    Rank,
+    Share,
+    StorageOffer,
+)
+
+MODEL = "meta-llama/Llama-3.1-70B-Instruct"
+FILES = "file:///models/llama-70b"
+CHUNKS, CHUNK_BYTES = 64, 256 << 20
+HALF = ((0, CHUNKS // 2),)
+READERS = 4
+HOSTS_A_RACK, RACKS_A_ZONE = 32, 64
+MOST_TARGETS = 300
+"""Forks under way, where the fleet is large; three tenths of the ranks where it is small."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Ranks that one planner knows; with `keys` = 1 all share one group."""
+
+    ranks: int
+    keys: int = 1
+    batch_s: float = 0.0
+    """The planner's window; 0: every arrival is planned at once."""
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        parts = f" in {self.keys} groups" if self.keys > 1 else ""
+        return f"{self.ranks:,} ranks{parts}" + (f", window {self.batch_s:g} s" if self.batch_s else "")
+
+    @property
+    def live(self) -> int:
+        """How many of the ranks are targets, each with a fork under way."""
+        return min(MOST_TARGETS, self.ranks * 3 // 10)
+
+    @property
+    def targets(self) -> list[int]:
+        """Numbers of the ranks that fork, spread over the hosts."""
+        return [number * self.ranks // self.live for number in range(self.live)]
+
+    def seeds(self) -> Iterator[InstanceReport]:
+        """What the other ranks report, each with all chunks verified."""
+        loading = set(self.targets)
+        for number in range(self.ranks):
+            if number not in loading:
+                yield self._report(number, serving=True)
+
+    def ask(self, number: int, life: int) -> ForkRequest:
+        """The target's first request in its `life`: it has nothing yet."""
+        return ForkRequest(fork_id=fork_id(number, life), instance=self._report(number, serving=False))
+
+    def ask_again(self, first: ForkRequest, plan: Plan) -> ForkRequest:
+        """The request for a better plan half way through, with what it still reads by the one it has."""
+        update = {"weights_id": plan.weights_id, "verified": HALF}
+        return ForkRequest(
+            fork_id=first.fork_id,
+            instance=first.instance.model_copy(update=update),
+            current=tuple(Share(source_id=route.source_id, chunks=route.chunks) for route in plan.routes),
+        )
+
+    def _report(self, number: int, *, serving: bool) -> InstanceReport:
+        rank = Rank(tp=number % self.keys, tp_size=self.keys, dp=number // self.keys)
+        rack = number // HOSTS_A_RACK
+        return InstanceReport(
+            instance_id=f"llama-70b-{number // self.keys:05d}-rank-{number % self.keys}",
+            model=MODEL,
+            rank=rank,
+            layout_id=_hex("layout", rank.key),
+            weights_id=_hex("weights", rank.key) if serving else None,
+            image_bytes=CHUNKS * CHUNK_BYTES,
+            chunk_count=CHUNKS,
+            state="serving" if serving else "loading",
+            verified=((0, CHUNKS),) if serving else (),
+            storage=(
+                StorageOffer(kind="checkpoint", uri=FILES, origin=_hex("files", rank.key)),
+                StorageOffer(kind="loader"),
+            ),
+            address=f"10.{number >> 14 & 63}.{number >> 7 & 127}.{number & 127}:41234",
+            transports=("transfer_engine", "http"),
+            placement=Placement(
+                host=f"node-{number:05d}", rack=f"rack-{rack:03d}", zone=f"zone-{rack // RACKS_A_ZONE}"
+            ),
+            max_readers=READERS,
+        )
+
+
+def fork_id(number: int, life: int) -> str:
+    """The fork that the target number so and so runs in its `life`."""
+    return f"fork-{number:05d}-{life}"
+
+
+def progress(plan: Plan) -> ForkProgress:
+    """What a target tells half way."""
+    read = CHUNKS * CHUNK_BYTES // 2
+    source = plan.routes[0].source_id if plan.routes else f"checkpoint:{FILES}"
+    return ForkProgress(verified=HALF, bytes_read=read, bytes_per_s=2.4e10, sources={source: read})
+
+
+def finish(plan: Plan) -> ForkFinish:
+    """What a target tells at the end."""
+    return ForkFinish(
+        outcome="forked",
+        seconds=0.75,
+        bytes_read=CHUNKS * CHUNK_BYTES,
+        sources={route.source_id: CHUNKS * CHUNK_BYTES // len(plan.routes) for route in plan.routes},
+        efficiency=0.95,
+    )
+
+
+def _hex(*words: str) -> str:
+    return hashlib.sha256("/".join(words).encode()).hexdigest()[:32]

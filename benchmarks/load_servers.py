@@ -1,0 +1,93 @@
+"""The processes under load in `benchmarks.planner_load`: started, measured through /proc, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rfork.errors import RforkError
+
+STOP_S = 10.0
+FOR_EVER_S = 86_400.0
+"""A time to live: a fleet that sends no heartbeats is not forgotten while its neighbours are measured."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A process that answers HTTP on a port of the loopback."""
+
+    pid: int
+    port: int
+
+    @property
+    def resident_bytes(self) -> int:
+        """Its memory now."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    @property
+    def cpu_seconds(self) -> float:
+        """What all its threads have used so far, to a hundredth of a second."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def planner(batch_s: float) -> Iterator[Server]:
+    """``rfork planner``: its defaults, but for the window and for times to live without end."""
+    variables = {
+        "RFORK_PLANNER_BATCH_S": batch_s,
+        "RFORK_PLANNER_FORGET_S": FOR_EVER_S,
+        "RFORK_PLANNER_LEASE_TTL_S": FOR_EVER_S,
+    }
+    command = ["-m", "rfork", "planner", "--json", "--port", "0"]
+    with _serving(command, {name: f"{value:g}" for name, value in variables.items()}) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def bare() -> Iterator[Server]:
+    """The routes of `benchmarks.load_bare`."""
+    with _serving(["-c", "from benchmarks.load_bare import serve; serve()"], {}) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _serving(arguments: Sequence[str], variables: Mapping[str, str]) -> Iterator[Server]:
+    """Run Python with `arguments` for the time of the block. Raises RforkError where it does not start."""
+    # Nobody's own settings of a planner come in; the log goes to a file, as a service's would.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RFORK_")}
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**environment, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as process,
+    ):
+        try:
+            line = process.stdout.readline() if process.stdout is not None else ""
+            if not line:
+                log.seek(0)
+                raise RforkError(f"{' '.join(arguments)} did not start: {log.read()[-2000:]}")
+            port = urlsplit(json.loads(line)["url"]).port
+            if port is None:
+                raise RforkError(f"{' '.join(arguments)} said no port: {line}")
+            yield Server(process.pid, port)
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()

@@ -1,0 +1,155 @@
+"""What does a plan cost where 10,000 ranks are registered, and what does a bare FastAPI route cost?
+
+Every planner is ``rfork planner`` in a process of its own (one uvicorn worker, default settings, no token),
+as is the server with the bare routes. A planner knows R ranks, one a host: seeds, and up to 300 targets that
+all have a fork under way. The client is this process, on one thread: sockets that stay open, requests ready
+as bytes. "core" and "client" are the shares of one core that the server and the client used.
+
+- "R ranks: plan" and so on: one call at a time over one connection, and no other calls meanwhile, in slices
+  of 20 calls of each kind that alternate with those of the other contenders. "plan" is the first plan of a
+  fork, "plan again" a better one half way through. The window for arrivals is 0; the rows that name a
+  window show what the default adds for who arrives alone.
+- "x bare" is over "bare: POST", an ``async def`` that returns a constant dict and does not read the body,
+  which is that of a plan. "bare: POST, models" parses the planner's request and gives a constant plan: no
+  route with these models is faster.
+- "in process": the same plans by the registry, and by the policy alone, without HTTP.
+- "as many as it takes": heartbeats, or whole forks, over 16 connections that never pause. "calls/s" is what
+  was answered.
+- "R ranks, N heartbeats/s": forks are begun at 5 a second while seeds heartbeat at the rate that R ranks
+  have by default, or at half of it. p50 and p99 are those of "plan", calls/s is the heartbeats that were
+  answered: below N, the planner had no time left.
+
+p50 is the median of all slices' medians, p99 is over all calls; ratios are medians of each slice's ratio.
+"bytes/rank" is the planner's resident memory at the end, with the forks under way and the 1,000 ended ones
+that it keeps, less that of the same process before the first rank came, over R. Growth is p50 at 10,000
+ranks over p50 at 100; log N would allow 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Mapping
+from statistics import median, quantiles
+
+from benchmarks import harness, load_servers
+from benchmarks.harness import Row
+from benchmarks.load_callers import AGAIN, FORK_KINDS, HEARTBEAT, PLAN, Crowd
+from benchmarks.load_client import drive
+from benchmarks.load_fleet import Fleet
+from benchmarks.load_rounds import (
+    BARE,
+    BARE_MODELS,
+    BARE_POST,
+    CONNECTIONS,
+    FORKS_A_SECOND,
+    Bench,
+    Line,
+    medians,
+    middle,
+)
+from benchmarks.load_servers import Server
+from rfork import logs
+from rfork.errors import RforkError
+from rfork.settings import PlannerSettings, load
+
+SIZES = (100, 1_000, 10_000)
+KEYS = 8
+
+
+def main() -> None:
+    """Measure, print, and write what was asked for."""
+    options = harness.options("planner_load", __doc__)
+    logs.configure(json=False, level="error")
+    bench = Bench(quick=options.quick)
+    loaded = [Fleet(size) for size in (SIZES[-1:] if options.quick else SIZES[1:])]
+    with contextlib.ExitStack() as processes:
+        bench.serve_bare(processes.enter_context(load_servers.bare()))
+        planners: list[tuple[Fleet, Server, int]] = []
+        for fleet in fleets(options.quick):
+            server, crowd = processes.enter_context(load_servers.planner(fleet.batch_s)), Crowd(fleet)
+            planners.append((fleet, server, server.resident_bytes))
+            drive(server.port, crowd.register(CONNECTIONS))
+            drive(server.port, [crowd.ask_all()])
+            bench.one_at_a_time(server, crowd)
+            if fleet in loaded:
+                bench.under_load(server, crowd)
+        for size in SIZES:
+            bench.inside(Fleet(size))
+        # What is here now stays: were it looked through again, our pauses would be told as the planner's.
+        gc.collect()
+        gc.freeze()
+        bench.measure(options.rounds)
+        memory = {
+            fleet.name: (server.resident_bytes - empty) / fleet.ranks for fleet, server, empty in planners
+        }
+    harness.publish(
+        options,
+        settings={"connections": CONNECTIONS, "forks_a_second": FORKS_A_SECOND, "calls_a_slice": bench.calls},
+        rows=[row(line, bench, memory) for line in bench.lines],
+        figures=figures(bench, memory),
+        plot=("contender", "p50 ms"),
+    )
+
+
+def fleets(quick: bool) -> list[Fleet]:
+    """Who registers; the quick form leaves out what no figure needs."""
+    one_group, largest = [Fleet(size) for size in SIZES], SIZES[-1]
+    if quick:
+        return one_group
+    return [*one_group, Fleet(largest, keys=KEYS), Fleet(largest, batch_s=load(PlannerSettings).batch_s)]
+
+
+def row(line: Line, bench: Bench, memory: Mapping[str, float]) -> Row:
+    """One line of the table."""
+    runs = bench.runs[line.contender]
+    every = [seconds for run in runs for seconds in run.samples.seconds[line.kind]]
+    wall_s = sum(run.samples.wall_s for run in runs)
+    core_s = sum(run.core_s for run in runs)
+    alone = line.contender in bench.alone
+    bytes_a_rank = memory.get(line.contender) if line.kind == PLAN else None
+    return {
+        "contender": line.name,
+        "p50 ms": middle(runs, line.kind) * 1e3,
+        "p99 ms": quantiles(every, n=100, method="inclusive")[98] * 1e3,
+        "x bare": ratio(bench, (line.contender, line.kind), (BARE, BARE_POST)) if alone else None,
+        "calls/s": round(median(run.samples.rate(*line.counted) for run in runs)) if line.counted else None,
+        "core": core_s / wall_s if core_s else None,
+        "client": sum(run.samples.client_s for run in runs) / wall_s if core_s else None,
+        "bytes/rank": None if bytes_a_rank is None else round(bytes_a_rank),
+    }
+
+
+def ratio(bench: Bench, one: tuple[str, str], other: tuple[str, str]) -> float:
+    """p50 of `one` (contender and kind of call) over that of `other` in the same slice: the median of all."""
+    upper, lower = (medians(bench.runs[name], kind) for name, kind in (one, other))
+    return median(above / below for above, below in zip(upper, lower, strict=True))
+
+
+def figures(bench: Bench, memory: Mapping[str, float]) -> dict[str, float]:
+    """The figures that design section 8 names, and what they are made of."""
+    smallest, largest = Fleet(SIZES[0]), Fleet(SIZES[-1])
+
+    plan, bare = (largest.name, PLAN), (BARE, BARE_POST)
+    growth = ratio(bench, plan, (smallest.name, PLAN))
+    allowed = math.log(largest.ranks) / math.log(smallest.ranks)
+    beats = bench.runs[f"{largest.name}, heartbeats"]
+    forks = bench.runs[f"{largest.name}, forks"]
+    return {
+        "plan_cost_vs_bare_route": ratio(bench, plan, bare),
+        "plan_again_cost_vs_bare_route": ratio(bench, (largest.name, AGAIN), bare),
+        "plan_cost_vs_bare_models": ratio(bench, plan, (BARE, BARE_MODELS)),
+        "plan_bytes_per_rank": memory[largest.name],
+        "plan_growth_10000_vs_100": growth,
+        "plan_growth_vs_log": growth / allowed,
+        "heartbeats_per_s": median(run.samples.rate(HEARTBEAT) for run in beats),
+        "fork_requests_per_s": median(run.samples.rate(*FORK_KINDS) for run in forks),
+    }
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RforkError as error:
+        raise SystemExit(f"{error}\n{error.hint}") from None

@@ -1,0 +1,167 @@
+"""The simulated instances: which chunks each holds, and what it reads from whom.
+
+A target reads from each of its sources a window of chunks at a time, the lowest first of those it was
+assigned and the source has. A chunk can be given onwards as soon as it is whole. Sets of chunks are the
+bits of integers. Times and sizes are those of `benchmarks.sim_network`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from benchmarks.sim_network import Flow, Link, Network
+
+
+class Node:
+    """An instance: a seed that holds all chunks, or a target."""
+
+    __slots__ = (
+        "alive", "arrived_at", "done_at", "egress", "held", "in_flight", "ingress", "name", "readers",
+        "received", "routes",
+    )  # fmt: skip
+
+    def __init__(self, name: str, held: int, rate: float) -> None:
+        self.name = name
+        self.held = held
+        self.egress: Link[Read] = Link(rate)
+        self.ingress: Link[Read] = Link(rate)
+        self.in_flight = 0
+        self.received = 0
+        self.routes: dict[Node, Route] = {}
+        self.readers: dict[Route, None] = {}
+        self.alive = True
+        self.arrived_at = 0.0
+        self.done_at: float | None = None
+
+
+class Route:
+    """What one target still wants from one source, and what it is reading from it."""
+
+    __slots__ = ("flows", "source", "target", "wanted")
+
+    def __init__(self, source: Node, target: Node) -> None:
+        self.source = source
+        self.target = target
+        self.wanted = 0
+        self.flows: dict[Flow[Read], None] = {}
+
+
+class Read:
+    """One chunk (as its bit) on its way over one route."""
+
+    __slots__ = ("chunk", "route")
+
+    def __init__(self, route: Route, chunk: int) -> None:
+        self.route = route
+        self.chunk = chunk
+
+
+class Fleet:
+    """All nodes of a run, and what moves between them; `finished` is told each target that is complete."""
+
+    def __init__(
+        self, chunk_count: int, finished: Callable[[Node], None], *, window: int = 1, latency: float = 0.0
+    ) -> None:
+        self.every_chunk = (1 << chunk_count) - 1
+        self.network: Network[Read] = Network(self._arrived, latency=latency)
+        self.nodes: dict[str, Node] = {}
+        self._chunk_size = 1 / chunk_count
+        self._window = window
+        self._finished = finished
+
+    def seed(self, name: str, rate: float = 1.0) -> Node:
+        """Add a node that holds every chunk; `rate` in images a unit of time, each direction."""
+        return self._add(Node(name, self.every_chunk, rate))
+
+    def target(self, name: str, rate: float = 1.0) -> Node:
+        """Add a node that holds nothing yet."""
+        return self._add(Node(name, 0, rate))
+
+    def adopt(self, target: Node, shares: Mapping[str, int]) -> None:
+        """Follow a new plan: chunks by source. What is in flight stays with the source that sends it."""
+        missing = self.every_chunk & ~target.held & ~target.in_flight
+        for route in list(target.routes.values()):
+            route.wanted = 0
+        for name, chunks in shares.items():
+            source = self.nodes[name]
+            known = target.routes.get(source)
+            if known is None:
+                known = target.routes[source] = Route(source, target)
+                source.readers[known] = None
+            known.wanted = chunks & missing
+        for route in list(target.routes.values()):
+            self._poke(route)
+            if not route.flows and not route.wanted:
+                del target.routes[route.source], route.source.readers[route]
+
+    def kill(self, node: Node) -> list[Node]:
+        """End a node: what it sent or read stops in mid-chunk. Returns those that read from it."""
+        node.alive = False
+        for route in list(node.routes.values()):
+            self._drop(route)
+        readers = list(node.readers)
+        for route in readers:
+            self._drop(route)
+        return [route.target for route in readers]
+
+    def shares(self, target: Node) -> dict[str, int]:
+        """What the target reads, or is yet to read, from each source."""
+        return {
+            source.name: route.wanted | sum(flow.tag.chunk for flow in route.flows)
+            for source, route in target.routes.items()
+        }
+
+    def _add(self, node: Node) -> Node:
+        self.nodes[node.name] = node
+        return node
+
+    def _drop(self, route: Route) -> None:
+        for flow in route.flows:
+            route.target.in_flight &= ~flow.tag.chunk
+            self.network.cancel(flow)
+        route.flows.clear()
+        del route.target.routes[route.source], route.source.readers[route]
+
+    def _arrived(self, flows: Sequence[Flow[Read]]) -> None:
+        # Everything that came in this instant is held before anything new is chosen.
+        eager: dict[Route, None] = {}
+        complete: list[Node] = []
+        for flow in flows:
+            read = flow.tag
+            route, chunk = read.route, read.chunk
+            target = route.target
+            target.held |= chunk
+            target.in_flight ^= chunk
+            target.received += 1
+            del route.flows[flow]
+            eager[route] = None
+            for reader in target.readers:
+                if reader.wanted & chunk:
+                    eager[reader] = None
+            if target.held == self.every_chunk:
+                complete.append(target)
+        for route in eager:
+            self._poke(route)
+            if not route.flows and not route.wanted:
+                del route.target.routes[route.source], route.source.readers[route]
+        for target in complete:
+            target.done_at = self.network.now
+            self._finished(target)
+
+    def _poke(self, route: Route) -> None:
+        """Begin what the route's window has room for."""
+        while len(route.flows) < self._window:
+            ready = route.wanted & route.source.held
+            if not ready:
+                return
+            chunk = ready & -ready
+            route.wanted ^= chunk
+            route.target.in_flight |= chunk
+            flow = Flow(route.source.egress, route.target.ingress, self._chunk_size, Read(route, chunk))
+            route.flows[flow] = None
+            self.network.start(flow)
+
+
+def bits(indices: Iterable[int]) -> int:
+    """The set of these chunks."""
+    return sum(1 << index for index in indices)

@@ -1,0 +1,198 @@
+"""The planner in the simulation: the policy itself, over the index that the planner keeps of a group.
+
+What a registry does with instances' reports, forks' progress and faults is done here without records of
+leases, tokens or logs; who reads what from whom is decided by `planner.policy` alone. Sets of chunks
+come and go as bits; times come in S/B and are told to the policy in seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from planner import policy
+from planner.fleet import Decision, Demand, Place, Share, Source
+from planner.groups import LiveGroup
+from planner.store.records import ForkRecord
+from planner.store.records import Read as PlannedRead
+from rfork.image.ranges import Range
+from rfork.wire import Rank
+
+LAYOUT, WEIGHTS, RANK = "layout", "weights", Rank()
+LINK_BYTES_PER_S: Final = 10e9
+IMAGE_SECONDS: Final = 10.0
+"""S/B as the policy sees it; its own constants are in seconds."""
+MAX_READERS: Final = 4
+NEVER: Final = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One target that needs a plan."""
+
+    name: str
+    held: int
+    blamed: frozenset[str]
+    current: Mapping[str, int]
+    """Chunks that it still reads by the plan it has, by source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a target is told to read, by source; `again`: whether to ask again soon."""
+
+    shares: Mapping[str, int]
+    again: bool
+    reason: str
+
+
+class Planner:
+    """Plans for one group; counts the wall time of planning, and of looking for stragglers."""
+
+    def __init__(self, chunk_count: int, *, heartbeat: float) -> None:
+        self.plan_seconds = 0.0
+        self.watch_seconds = 0.0
+        self._chunk_count = chunk_count
+        self._heartbeat_s = heartbeat * IMAGE_SECONDS
+        self._group = LiveGroup("model", RANK.key)
+        self._sources: dict[str, Source] = {}
+        self._forks: dict[str, ForkRecord] = {}
+
+    def join(self, name: str, *, complete: bool, measured: float | None = None) -> None:
+        """Register an instance; `measured` is the rate it was seen to read at before, as a part of B."""
+        source = Source(
+            instance_id=name,
+            address=name,
+            layout_id=LAYOUT,
+            weights_id=WEIGHTS if complete else None,
+            generation=0,
+            chunk_count=self._chunk_count,
+            state="serving" if complete else "loading",
+            verified=((0, self._chunk_count),) if complete else (),
+            transports=("http",),
+            place=Place(host=name),
+            max_readers=MAX_READERS,
+            expires_at=NEVER,
+            ingress_rate=None if measured is None else measured * LINK_BYTES_PER_S,
+        )
+        if complete:
+            self._put(source)
+        else:
+            self._sources[name] = source  # in the group once it has a plan
+
+    def progress(self, name: str, held: int) -> None:
+        """A target tells what it has verified, and how fast it read since it last told."""
+        source = self._sources[name]
+        gained = held.bit_count() - source.watermark
+        rate = gained / self._chunk_count * LINK_BYTES_PER_S * IMAGE_SECONDS / self._heartbeat_s
+        self._put(
+            replace(
+                source,
+                weights_id=WEIGHTS if held else source.weights_id,
+                verified=ranges_of(held),
+                ingress_rate=max(rate, source.ingress_rate or 0.0) or None,
+            )
+        )
+
+    def finished(self, name: str) -> None:
+        """A target holds everything: its fork ends, and it serves."""
+        self._group.leave(self._forks.pop(name))
+        whole = ((0, self._chunk_count),)
+        self._put(replace(self._sources[name], weights_id=WEIGHTS, verified=whole, state="serving"))
+
+    def gone(self, name: str) -> None:
+        """An instance was found dead: forget it and its fork."""
+        fork = self._forks.pop(name, None)
+        if fork is not None:
+            self._group.leave(fork)
+        if self._sources.pop(name, None) is not None:
+            self._group.remove(name)
+
+    def stragglers(self, now: float) -> list[str]:
+        """Mark the relays that fall behind their sources; returns those that were not marked before."""
+        begin = time.perf_counter()
+        slow = [
+            name
+            for name in policy.stragglers(self._group.view(()), now * IMAGE_SECONDS)
+            if not self._sources[name].slow
+        ]
+        for name in slow:
+            self._put(replace(self._sources[name], slow=True))
+        self.watch_seconds += time.perf_counter() - begin
+        return slow
+
+    def plan(self, asks: Sequence[Ask], now: float) -> dict[str, Answer]:
+        """One plan for all that ask, by name."""
+        begin = time.perf_counter()
+        demands = [self._demand(ask) for ask in asks]
+        decisions = policy.plan(self._group.view(demands), demands, now * IMAGE_SECONDS)
+        for demand in demands:
+            self._put(demand.target)
+            self._follow(demand.fork_id, decisions[demand.fork_id], now)
+        self.plan_seconds += time.perf_counter() - begin
+        return {
+            name: Answer(
+                {each.source_id: bits_of(each.chunks) for each in decision.assignments},
+                again=decision.full,
+                reason=decision.reason,
+            )
+            for name, decision in decisions.items()
+        }
+
+    def _demand(self, ask: Ask) -> Demand:
+        target = replace(
+            self._sources[ask.name],
+            verified=ranges_of(ask.held),
+            weights_id=WEIGHTS if ask.held else None,
+        )
+        return Demand(
+            fork_id=ask.name,
+            target=target,
+            blamed=dict.fromkeys(ask.blamed, "gone"),
+            current=tuple(Share(source, ranges_of(chunks)) for source, chunks in ask.current.items()),
+        )
+
+    def _follow(self, name: str, decision: Decision, now: float) -> None:
+        fork = ForkRecord(
+            fork_id=name,
+            instance_id=name,
+            model=self._group.model,
+            rank=RANK,
+            chunk_count=self._chunk_count,
+            image_bytes=int(LINK_BYTES_PER_S * IMAGE_SECONDS),
+            asked_at=now * IMAGE_SECONDS,
+            seen_at=now * IMAGE_SECONDS,
+            planned_at=now * IMAGE_SECONDS,
+            reads=tuple(
+                PlannedRead(each.source_id, each.chunks, each.transports, generation=0)
+                for each in decision.assignments
+            ),
+            weights_id=decision.weights_id,
+        )
+        self._forks[name] = fork
+        self._group.follow(fork)
+
+    def _put(self, source: Source) -> None:
+        self._sources[source.instance_id] = source
+        self._group.put(source)
+
+
+def ranges_of(chunks: int) -> tuple[Range, ...]:
+    """The ranges of a set of chunks."""
+    found: list[Range] = []
+    begin = 0
+    while chunks:
+        gap = (chunks & -chunks).bit_length() - 1
+        chunks >>= gap
+        run = (~chunks & (chunks + 1)).bit_length() - 1
+        chunks >>= run
+        found.append((begin + gap, begin + gap + run))
+        begin += gap + run
+    return tuple(found)
+
+
+def bits_of(ranges: Sequence[Range]) -> int:
+    """The set of the chunks in these ranges."""
+    return sum((1 << end) - (1 << begin) for begin, end in ranges)

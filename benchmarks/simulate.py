@@ -1,0 +1,232 @@
+"""How long does a fan-out take that the planner's own policy plans, for fleets that no machine here can hold?
+
+A discrete-event simulation of N targets, M seeds and k chunks on full-duplex links of rate B that are
+shared equally (`benchmarks.sim_network`), with deaths, stragglers and late arrivals; who reads what
+from whom is decided by `planner.policy` over the planner's own index. T is in multiples of S/B, from the
+first arrival until the last target that lived is complete; one of 1.0 reads at the full speed of its link.
+
+Beside it, for undisturbed rows, the exact times of other schedules (`benchmarks.sim_contenders`): star,
+doubling, chain, binomial pipeline, and the floor for whole chunks. In disturbed rows "rfork" is the
+median and "worst" the worst of several random draws; "the rest" leaves stragglers out, and "a joiner" is
+the longest that a late joiner took from its own arrival. "most sent" is the most that any node sent, in
+S, "plans" how many the policy made, "plan s" the wall time they took and "watch s" that of looking for
+stragglers. Without --quick: more draws.
+
+`--targets N` asks one question instead: `python -m benchmarks.simulate --targets 1000 --deaths 0.01`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from statistics import median
+
+from benchmarks import harness, sim_contenders
+from benchmarks.harness import Options, Row, Value
+from benchmarks.sim_run import Outcome, Run, Scenario
+from rfork.errors import MissingExtra, RforkError
+
+SIZES = (1, 3, 7, 15, 31, 100, 1000, 10_000)
+LARGE = 1000
+SEEDS = (2, 4)
+UNDISTURBED, DEATHS, SLOW, KNOWN, LATE, SPREAD = (
+    "undisturbed", "1 % die", "5 % slow", "5 % slow, known", "25 % late", "over 0.2 S/B"
+)  # fmt: skip
+CONTENDERS = {
+    "floor": sim_contenders.floor,
+    "binomial": sim_contenders.binomial_pipeline,
+    "chain": sim_contenders.chain,
+    "doubling": sim_contenders.doubling,
+    "star": sim_contenders.star,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A scenario and its outcomes, one a random draw."""
+
+    name: str
+    scenario: Scenario
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def total(self) -> float:
+        """T: the median of the draws."""
+        return median(outcome.total for outcome in self.outcomes)
+
+    @property
+    def worst(self) -> float:
+        """The largest T."""
+        return max(outcome.total for outcome in self.outcomes)
+
+    @property
+    def healthy(self) -> float:
+        """T without stragglers."""
+        return median(outcome.healthy for outcome in self.outcomes)
+
+    @property
+    def late(self) -> float | None:
+        """What the slowest late joiner took."""
+        times = [outcome.late for outcome in self.outcomes if outcome.late is not None]
+        return median(times) if times else None
+
+    @property
+    def most_sent(self) -> float:
+        """The most that any node sent, in S."""
+        return max(outcome.max_egress for outcome in self.outcomes)
+
+    def rows(self) -> list[Row]:
+        """The case as lines of the table."""
+        scenario = self.scenario
+        disturbed = _disturbed(scenario)
+        exact = not disturbed and scenario.latency == 0
+        head: dict[str, Value] = {"case": self.name, "N": scenario.targets, "M": scenario.seeds}
+        row = head | {"rfork": round(self.total, 3)}
+        for name, contender in CONTENDERS.items():
+            takes = contender(scenario.targets, scenario.seeds, scenario.chunks)
+            row[name] = round(takes, 3) if exact else None
+        row |= {
+            "worst": round(self.worst, 3) if disturbed else None,
+            "most sent": round(self.most_sent, 3),
+            "plans": round(median(outcome.plans for outcome in self.outcomes)),
+            "plan s": median(outcome.plan_seconds for outcome in self.outcomes),
+            "watch s": median(outcome.watch_seconds for outcome in self.outcomes),
+        }
+        rows: list[Row] = [row]
+        if scenario.stragglers:
+            rows.append(head | {"case": f"{self.name}: the rest", "rfork": round(self.healthy, 3)})
+        if self.late is not None:
+            rows.append(head | {"case": f"{self.name}: a joiner", "rfork": round(self.late, 3)})
+        return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Simulate, print, and write what was asked for; `arguments` are the command line's unless given."""
+    options, base, one = parse(arguments)
+    if one:
+        cases = [simulate("asked for", base, options.rounds if _disturbed(base) else 1)]
+        figures = {"sim_asked": cases[0].total}
+    else:
+        cases = table(base, options)
+        figures = figures_of(cases)
+    harness.publish(
+        replace(options, plot=None),
+        settings={name: value for name, value in asdict(base).items() if name not in ("targets", "seeds")},
+        rows=[row for case in cases for row in case.rows()],
+        figures=figures,
+        plot=("case", "rfork"),
+    )
+    if options.plot:
+        alike = [case for case in cases if case.name == UNDISTURBED and case.scenario.seeds == base.seeds]
+        draw(options.plot, base, {case.scenario.targets: case.total for case in alike})
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[Options, Scenario, bool]:
+    """The options of all benchmarks, the scenario that was asked for, and whether it is the one question."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.simulate", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    for option in fields(Scenario):
+        flag, meaning = f"--{option.name.replace('_', '-')}", str(option.metadata["help"])
+        if isinstance(option.default, bool):
+            parser.add_argument(flag, action="store_true", help=meaning)
+        elif isinstance(option.default, int | float):
+            given = None if option.name == "targets" else option.default
+            parser.add_argument(
+                flag, type=type(option.default), default=given, help=f"{meaning} [{option.default}]"
+            )
+    chosen, rest = parser.parse_known_args(arguments)
+    options = harness.options("simulate", __doc__, rest)
+    values = {name: value for name, value in vars(chosen).items() if value is not None}
+    return options, Scenario(**values), chosen.targets is not None
+
+
+def table(base: Scenario, options: Options) -> list[Case]:
+    """All the questions of the benchmark; `base` says how the network and the planner behave in each."""
+    few, many = (1, options.rounds) if options.quick else (options.rounds, options.rounds)
+    large = replace(base, targets=LARGE)
+    questions: list[tuple[str, Scenario, int]] = [
+        (UNDISTURBED, replace(base, targets=targets), 1) for targets in SIZES
+    ]
+    questions += [(UNDISTURBED, replace(large, seeds=seeds), 1) for seeds in SEEDS]
+    questions += [
+        (DEATHS, replace(large, deaths=0.01), many),
+        (SLOW, replace(large, stragglers=0.05), few),
+        (KNOWN, replace(large, stragglers=0.05, measured=True), few),
+        (LATE, replace(large, late=0.25), few),
+        (SPREAD, replace(large, spread=0.2, batch=max(base.batch, 0.005)), few),
+    ]
+    return [simulate(name, scenario, draws) for name, scenario, draws in questions]
+
+
+def simulate(name: str, scenario: Scenario, draws: int) -> Case:
+    """Run a scenario with several random seeds. Raises Stuck where a target is never complete."""
+    outcomes: list[Outcome] = []
+    for draw in range(draws):
+        # A run makes millions of values and frees them at its end: the collector would only look on.
+        gc.collect()
+        gc.disable()
+        try:
+            outcomes.append(Run(replace(scenario, draw=scenario.draw + draw)).run())
+        finally:
+            gc.enable()
+    return Case(name, scenario, tuple(outcomes))
+
+
+def figures_of(cases: Sequence[Case]) -> dict[str, float]:
+    """The figures that DESIGN names, and what else tells how the policy does."""
+    plain = {(each.scenario.targets, each.scenario.seeds): each for each in cases if each.name == UNDISTURBED}
+    named = {case.name: case for case in cases if case.name != UNDISTURBED}
+    seeds = min(number for _, number in plain)
+    undisturbed = plain[LARGE, seeds].total
+    figures = {f"sim_n{targets}": plain[targets, seeds].total for targets in SIZES}
+    figures |= {f"sim_seeds_{number}": plain[LARGE, number].total for number in SEEDS}
+    return figures | {
+        "sim_faults": named[DEATHS].total / undisturbed,
+        "sim_faults_worst": named[DEATHS].worst / undisturbed,
+        "sim_slow_rest": named[SLOW].healthy / undisturbed,
+        "sim_slow_known_rest": named[KNOWN].healthy / undisturbed,
+        "sim_late_joiner": named[LATE].late or 0.0,
+        "sim_spread": named[SPREAD].total,
+        "sim_max_egress": max(case.most_sent for case in plain.values()),
+        "sim_max_egress_faults": named[DEATHS].most_sent,
+    }
+
+
+def draw(path: Path, base: Scenario, measured: Mapping[int, float]) -> None:
+    """T over N for all contenders."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra("matplotlib", extra="dev", why=str(error)) from None
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for name, contender in CONTENDERS.items():
+        times = [contender(targets, base.seeds, base.chunks) for targets in SIZES]
+        if name == "floor":  # the binomial pipeline lies on it
+            axes.plot(SIZES, times, label=name, linestyle=":", color="black", linewidth=2, zorder=3)
+        else:
+            axes.plot(SIZES, times, label=name, linestyle="--")
+    axes.plot(list(measured), list(measured.values()), label="rfork", marker="o", linewidth=2)
+    axes.set_xscale("log")
+    axes.set_ylim(0.9, 4)
+    axes.set_xlabel("targets")
+    axes.set_ylabel("T in S/B")
+    axes.set_title(f"Fan-out of {base.chunks} chunks from {base.seeds} seed(s), simulated")
+    axes.legend()
+    figure.savefig(path)
+
+
+def _disturbed(scenario: Scenario) -> bool:
+    return any((scenario.deaths, scenario.stragglers, scenario.late, scenario.spread))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RforkError as error:
+        raise SystemExit(f"{error}\n{error.hint}") from None

@@ -1,0 +1,22 @@
+"""Lists in pages: in the order of ids, so that a page is right whatever came or went before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Final
+
+from fastapi import Query
+
+from rfork.wire import Identifier
+
+PAGE: Final = 100
+MOST: Final = 1000
+
+Limit = Annotated[int, Query(ge=1, le=MOST, description="most items of this page")]
+After = Annotated[Identifier | None, Query(description="`next` of the page before; none: the first page")]
+
+
+def page(ids: Iterable[str], after: str | None, limit: int) -> tuple[list[str], str | None]:
+    """The first `limit` ids that come after `after`, and the cursor of the next page, if there is one."""
+    found = sorted(ids if after is None else [each for each in ids if each > after])
+    return found[:limit], found[limit - 1] if len(found) > limit else None

@@ -1,0 +1,268 @@
+"""One target at a time: whom it reads from, given all that others read already.
+
+For who comes late or alone, and for who lost a source. A source must be *fit* (alive, same layout and
+weights, shares a transport, neither draining nor quarantined nor blamed by this fork), have a free
+*seat*, and be *fed* (see `Working.fed`). What the target reads now it goes on reading while that is
+good. For the rest: whoever shares its host comes first, so that a node pulls each byte over its NIC
+once; then the least loaded, so that targets that come one by one form a chain; then the nearest, the
+complete ones, and the relay that is furthest. Several idle seeds equally near share the work, and so
+do sources that have some egress to spare each; where nobody holds all, each gives what it has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from planner.fleet import Decision, Demand, Source, Storage, distance
+from planner.policy import reasons
+from planner.policy.working import (
+    FREE,
+    Working,
+    assigned,
+    cut,
+    readable_by_itself,
+    reading,
+    same_weights,
+    shared_transports,
+)
+from rfork.image.ranges import Range, count, intersect, normalise, subtract
+
+STRIPES: Final = 4
+"""Most sources that one fork reads from at once by choice."""
+ENOUGH: Final = 0.75
+"""Part of what a target needs that one source must have to spare to be read from alone."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A source that can be read from, what it can give of the rest, and its egress to spare (0 to 1)."""
+
+    source: Source
+    gives: tuple[Range, ...]
+    spare: float
+
+
+def attach(working: Working, demand: Demand, candidates: Iterable[Source]) -> Decision:
+    """Assign what the target misses; `demand.target` names the weights that are wanted."""
+    missing = subtract([(0, demand.target.chunk_count)], demand.target.verified)
+    working.release(demand)
+    demand, storage = _still_from_storage(demand, missing)
+    target = demand.target
+    rest = subtract(missing, [each for _, chunks in storage for each in chunks])
+    kept = _still_from_peers(working, demand, rest)
+    rest = subtract(rest, [each for _, chunks in kept for each in chunks])
+    obstacles: dict[str, str] = {}
+    total = count(missing)
+    keeps = {source.instance_id: count(chunks) / total for source, chunks in kept}
+    options, full = _options(working, demand, rest, candidates, keeps, obstacles) if rest else ([], ())
+    chosen = _choose(target, rest, count(rest) / total, options) if rest else []
+    rest = subtract(rest, [each for _, chunks in chosen for each in chunks])
+    if (beyond := subtract(rest, full)) and target.instance_id not in demand.blamed:
+        if own := readable_by_itself(target, beside=True):
+            storage, rest = (*storage, (own, beyond)), subtract(rest, beyond)
+        elif not full and not storage and (own := readable_by_itself(target)):
+            # All or nothing, where it is not known to be what the others give, or cannot be read by chunk.
+            kept, chosen, storage, rest = [], [], ((own, missing),), ()
+            target = reading(target, own)
+    assignments = assigned(target, (*kept, *chosen))
+    if assignments or storage:
+        reason = reasons.how(working, target, assignments, storage)
+    else:
+        reason = reasons.all_refused(target, obstacles)
+    again = bool(rest and (full or assignments or storage))
+    return Decision(target.weights_id, assignments, reason, draft=target.draft, storage=storage, full=again)
+
+
+def _still_from_storage(
+    demand: Demand, missing: tuple[Range, ...]
+) -> tuple[Demand, tuple[tuple[Storage, tuple[Range, ...]], ...]]:
+    """What the target goes on reading from its own storage, and the demand for what fits that."""
+    target = demand.target
+    shares = [share.chunks for share in demand.current if share.source_id == target.instance_id]
+    chunks = intersect([chunk for each in shares for chunk in each], missing)
+    own = readable_by_itself(target, beside=True) or readable_by_itself(target)
+    if not chunks or own is None or target.instance_id in demand.blamed:
+        return demand, ()
+    if not target.verified:
+        demand = replace(demand, target=reading(target, own))
+    return demand, ((own, missing if own.kind == "loader" else chunks),)
+
+
+def _still_from_peers(
+    working: Working, demand: Demand, rest: tuple[Range, ...]
+) -> list[tuple[Source, tuple[Range, ...]]]:
+    """What the target goes on reading from others: what is good and still missing."""
+    target = demand.target
+    kept: list[tuple[Source, tuple[Range, ...]]] = []
+    for share in demand.current:
+        source = working.source(share.source_id)
+        if source is None or unfit(source, demand, working.now, reads=True) or not working.seats(source):
+            continue
+        if (source.slow and not source.complete) or source.instance_id == target.instance_id:
+            continue
+        if not same_weights(source, target):
+            continue
+        chunks = intersect(share.chunks, rest)
+        # One whose own reads are not known yet (the planner restarted) is taken at the target's word.
+        chunks = working.fed(source, chunks, target) if working.known(source) else chunks
+        if chunks:
+            kept.append((source, chunks))
+            rest = subtract(rest, chunks)
+    return kept
+
+
+def _options(
+    working: Working,
+    demand: Demand,
+    rest: tuple[Range, ...],
+    candidates: Iterable[Source],
+    keeps: Mapping[str, float],
+    obstacles: dict[str, str],
+) -> tuple[list[Option], tuple[Range, ...]]:
+    """Who can give some of the rest, best first, and what only those could that have no seat now.
+
+    `keeps`: what part of its speed the target goes on reading from a source.
+    """
+    target = demand.target
+    options: list[Option] = []
+    full: tuple[Range, ...] = ()
+    left = rest
+    lost = bool(demand.blamed or demand.current)
+    for source in sorted(candidates, key=lambda source: order(working, source, target, lost=lost)):
+        if source.instance_id == target.instance_id:
+            continue
+        if not left and len(options) > 2 * STRIPES:
+            break
+        obstacle = unfit(source, demand, working.now)
+        gives = () if obstacle else working.fed(source, rest, target)
+        if not obstacle and not gives:
+            obstacle = unfed(working, source, target)
+        elif not obstacle and not working.seats(source):
+            obstacle = (
+                f"at capacity ({len(working.readers(source.instance_id))} of {source.max_readers} readers)"
+            )
+            full = normalise((*full, *gives))
+        if obstacle:
+            obstacles[source.instance_id] = obstacle
+        else:
+            spare = max(0.0, working.spare(source) - keeps.get(source.instance_id, 0.0))
+            options.append(Option(source, gives, spare))
+            left = subtract(left, gives)
+    return options, intersect(full, left)
+
+
+def _choose(
+    target: Source, rest: tuple[Range, ...], need: float, options: list[Option]
+) -> list[tuple[Source, tuple[Range, ...]]]:
+    """Divide the rest, which wants `need` of the target's speed, among the options."""
+    whole = [option for option in options if option.gives == rest]
+    if not whole:
+        return _jointly(rest, options)
+    first = whole[0]
+    if first.source.complete or not first.source.slow:
+        whole = [option for option in whole if option.source.complete or not option.source.slow]
+    near = distance(first.source.place, target.place)
+    alike = [option for option in whole if distance(option.source.place, target.place) == near]
+    idle = [option for option in alike if option.source.complete and option.spare > 1 - FREE]
+    if first in idle:
+        return _divided(rest, idle[:STRIPES])
+    if near == 0 or first.spare >= ENOUGH * need:
+        return [(first.source, rest)]
+    spare: list[Option] = []
+    for option in whole:
+        if option.spare > FREE and sum(each.spare for each in spare) < need and len(spare) < STRIPES:
+            spare.append(option)
+    if sum(option.spare for option in spare) >= ENOUGH * need:
+        return _divided(rest, spare)
+    return [(first.source, rest)]
+
+
+def _divided(rest: tuple[Range, ...], options: list[Option]) -> list[tuple[Source, tuple[Range, ...]]]:
+    """To each its part, by what it has to spare; of few chunks, some get none."""
+    total, whole = count(rest), sum(option.spare for option in options)
+    shares: list[tuple[Source, tuple[Range, ...]]] = []
+    begin, spare = 0, 0.0
+    for option in options:
+        spare += option.spare
+        end = math.floor(total * spare / whole + 0.5)
+        if begin < end:
+            shares.append((option.source, cut(rest, begin, end)))
+        begin = end
+    return shares
+
+
+def _jointly(rest: tuple[Range, ...], options: list[Option]) -> list[tuple[Source, tuple[Range, ...]]]:
+    """Nobody gives all: each gives what those before it cannot."""
+    chosen: list[tuple[Source, tuple[Range, ...]]] = []
+    for option in options:
+        share = intersect(option.gives, rest)
+        if share:
+            chosen.append((option.source, share))
+            rest = subtract(rest, share)
+    return chosen
+
+
+def order(
+    working: Working, source: Source, target: Source, *, lost: bool = False
+) -> tuple[bool, bool, float, int, bool, bool, int, str]:
+    """What comes first is read from first.
+
+    To one that begins, those that are furthest are best. One that lost its source needs no more than to be
+    ahead of: so it leaves the seeds and the furthest to those that need them.
+    """
+    away = distance(source.place, target.place)
+    begun = bool(target.verified) or lost
+    return (
+        source.slow and not source.complete,
+        away > 0,
+        round(working.load(source), 1),
+        away,
+        begun and source.watermark < target.watermark,
+        not source.complete and not begun,
+        source.watermark if begun else -source.watermark,
+        source.instance_id,
+    )
+
+
+def unfit(source: Source, demand: Demand, now: float, *, reads: bool = False) -> str:
+    """Why nobody, or not this fork, may read from the source; empty where it may.
+
+    Who `reads` there already may finish while the source drains.
+    """
+    if source.state == "draining" and not reads:
+        return "draining"
+    if now < source.quarantined_until:
+        return f"quarantined: {source.quarantine}"
+    if source.instance_id in demand.blamed:
+        return f"failed this fork: {demand.blamed[source.instance_id]}"
+    if not shared_transports(source, demand.target):
+        return f"offers only {', '.join(source.transports) or 'no transport'}"
+    return ""
+
+
+def unfed(working: Working, source: Source, target: Source) -> str:
+    """Why the source can give nothing of what is missing, now or later."""
+    if (
+        source.weights_id is not None
+        and target.weights_id is not None
+        and source.weights_id != target.weights_id
+    ):
+        return f"holds other weights ({source.weights_id})"
+    held = f"has {source.watermark} of {source.chunk_count} chunks"
+    parents = [share.source_id for share in working.shares(source.instance_id)]
+    if not parents:
+        return f"{held} and reads from nobody"
+    gone = [parent for parent in parents if working.source(parent) is None]
+    if gone:
+        return f"{held} and its own source {gone[0]} is gone"
+    return f"{held} and waits for the target itself, or for one that waits for nobody"
+
+
+def wanting(demand: Demand, weights_id: str | None, draft: str | None) -> Demand:
+    """The demand, its target saying which weights are wanted."""
+    verified = demand.target.verified if (demand.target.weights_id or demand.target.draft) else ()
+    target = replace(demand.target, weights_id=weights_id, draft=draft, verified=normalise(verified))
+    return replace(demand, target=target)

@@ -1,0 +1,243 @@
+"""The group as it becomes while one batch is planned: the policy's scratch paper, made new for each call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Final
+
+from planner.fleet import Assignment, Decision, Demand, Group, Share, Source, Storage
+from rfork.image.ranges import Range, count, intersect, normalise, subtract
+
+FAR: Final = 64
+"""Sources up the line after which one that nobody reads from is taken to be fed: it closes no circle."""
+FREE: Final = 0.01
+"""Load below which a source counts as idle."""
+
+
+class Working:
+    """Who reads what from whom: the group's own mappings, under the decisions made so far."""
+
+    def __init__(self, group: Group, demands: Iterable[Demand], now: float) -> None:
+        self.group = group
+        self.now = now
+        self.decisions: dict[str, Decision] = {}
+        self._targets = {demand.target.instance_id: demand for demand in demands}
+        self._forks = {demand.fork_id for demand in self._targets.values()}
+        self._shares: dict[str, tuple[Share, ...]] = {}
+        self._readers: dict[str, dict[str, float]] = {}
+        for name, demand in self._targets.items():
+            # Until its turn comes each is taken to go on as it does.
+            good = (share for share in demand.current if share.source_id not in demand.blamed)
+            self._read(
+                demand,
+                tuple(share for share in good if name == share.source_id or self.source(share.source_id)),
+            )
+
+    def source(self, instance_id: str) -> Source | None:
+        """The instance, if it is known and alive; a target as its demand, or the decision, tells of it."""
+        demand = self._targets.get(instance_id)
+        found = demand.target if demand is not None else self.group.sources.get(instance_id)
+        if found is None or self.now >= found.expires_at:
+            return None
+        if found.storage and not (found.weights_id or found.draft):
+            # It has told nothing yet, but what it was elected to read is known.
+            if any(share.source_id == instance_id for share in self.shares(instance_id)):
+                return replace(reading(found, found.storage[0]), verified=())
+        return found
+
+    def shares(self, instance_id: str) -> tuple[Share, ...]:
+        """What a target reads, and from whom."""
+        if instance_id in self._shares:
+            return self._shares[instance_id]
+        return self.group.shares.get(instance_id, ())
+
+    def readers(self, instance_id: str) -> Mapping[str, float]:
+        """The forks that read from an instance, and what part of all that each reads it reads there."""
+        return self._seated(instance_id)
+
+    def load(self, source: Source) -> float:
+        """How many targets' full speed the source is asked for at once, beside a source of weight 1."""
+        return sum(self.readers(source.instance_id).values()) / source.weight
+
+    def spare(self, source: Source) -> float:
+        """What part of a target's full speed the source could give without slowing its readers."""
+        return max(0.0, 1.0 - self.load(source))
+
+    def seats(self, source: Source) -> int:
+        """How many more forks may read from the source."""
+        return max(0, source.max_readers - len(self.readers(source.instance_id)))
+
+    def known(self, source: Source) -> bool:
+        """Whether the source's own reads are known. After a restart they are not, until it asks again."""
+        name = source.instance_id
+        return source.complete or name in self._targets or bool(self.group.shares.get(name))
+
+    def planned(self) -> list[str]:
+        """The targets of this batch that have something to read by now, or everything already."""
+        return [name for name, each in self._targets.items() if self._shares[name] or each.target.complete]
+
+    def unserved(self) -> list[Demand]:
+        """The demands whose decision gives them nothing, or what those that they relied on did not get."""
+        relied = any(demand.current for demand in self._targets.values())
+        return [
+            demand
+            for name, demand in self._targets.items()
+            if not self._shares[name] or (relied and self._stranded(demand.target))
+        ]
+
+    def _stranded(self, target: Source) -> bool:
+        for share in self._shares[target.instance_id]:
+            source = self.source(share.source_id)
+            if share.source_id == target.instance_id or source is None or not self.known(source):
+                continue
+            if self.fed(source, share.chunks, target) != normalise(share.chunks):
+                return True
+        return False
+
+    def unplanned(self, instance_id: str) -> bool:
+        """Whether the instance is a target of this batch that has no decision yet."""
+        demand = self._targets.get(instance_id)
+        return demand is not None and demand.fork_id not in self.decisions
+
+    def decide(self, demand: Demand, decision: Decision) -> None:
+        """Keep the decision, and let later ones of the batch see it."""
+        own = tuple(Share(demand.target.instance_id, chunks) for _, chunks in decision.storage)
+        self.decisions[demand.fork_id] = decision
+        target = demand.target
+        if decision.assignments or own:
+            target = replace(target, weights_id=decision.weights_id, draft=decision.draft)
+        self._targets[target.instance_id] = replace(demand, target=target)
+        self.release(demand)
+        self._read(demand, decision.shares + own)
+
+    def release(self, demand: Demand) -> None:
+        """Take back what the demand's target reads: it is decided anew."""
+        for share in self._shares[demand.target.instance_id]:
+            self._seated(share.source_id).pop(demand.fork_id, None)
+        self._shares[demand.target.instance_id] = ()
+
+    def fed(self, source: Source, wanted: tuple[Range, ...], target: Source) -> tuple[Range, ...]:
+        """Of the wanted chunks, those that the source holds or gets: through sources that are alive, hold
+        the same weights and do not read these chunks from the target, from one that holds them or reads
+        them from storage.
+        """
+        if source.complete and same_weights(source, target):
+            return wanted  # by far the most frequent case
+        found: list[Range] = []
+        seen: dict[str, tuple[Range, ...]] = {}
+        line = [(source.instance_id, wanted)]
+        target_is_read = bool(self.readers(target.instance_id))
+        while line:
+            instance_id, chunks = line.pop()
+            if instance_id == target.instance_id:
+                continue
+            link = self.source(instance_id)
+            if link is None or not same_weights(link, target):
+                continue
+            chunks = subtract(chunks, seen.get(instance_id, ()))
+            seen[instance_id] = normalise((*seen.get(instance_id, ()), *chunks))
+            # Nobody can tell what chunks without a name are.
+            held = intersect(chunks, link.verified) if link.weights_id or link.draft else ()
+            found.extend(held)
+            chunks = subtract(chunks, held)
+            if not chunks:
+                continue
+            if len(seen) > FAR and not target_is_read:
+                found.extend(chunks)
+                continue
+            for share in self.shares(instance_id):
+                part = intersect(chunks, share.chunks)
+                if part and share.source_id == instance_id:
+                    found.extend(part)
+                elif part:
+                    line.append((share.source_id, part))
+        return normalise(found)
+
+    def _read(self, demand: Demand, shares: tuple[Share, ...]) -> None:
+        own = demand.target.instance_id
+        self._shares[own] = shares
+        total = sum(count(share.chunks) for share in shares)
+        for share in shares:
+            if share.source_id != own:
+                self._seated(share.source_id)[demand.fork_id] = count(share.chunks) / total
+
+    def _seated(self, instance_id: str) -> dict[str, float]:
+        if instance_id not in self._readers:
+            before = self.group.readers.get(instance_id, {})
+            self._readers[instance_id] = {
+                fork_id: part for fork_id, part in before.items() if fork_id not in self._forks
+            }
+        return self._readers[instance_id]
+
+
+def same_weights(source: Source, target: Source) -> bool:
+    """Whether the two may hold chunks of one image; one that holds none yet may."""
+    if source.layout_id != target.layout_id or source.chunk_count != target.chunk_count:
+        return False
+    if source.weights_id is not None and target.weights_id is not None:
+        return source.weights_id == target.weights_id
+    if source.draft is not None and target.draft is not None:
+        return source.draft == target.draft
+    return not (source.weights_id or source.draft) or not (target.weights_id or target.draft)
+
+
+def reading(target: Source, storage: Storage) -> Source:
+    """The target, by the name of what this storage holds."""
+    draft = storage.origin if storage.kind == "checkpoint" else None
+    return replace(target, weights_id=storage.weights_id, draft=draft)
+
+
+def shared_transports(source: Source, target: Source) -> tuple[str, ...]:
+    """The transports that both have, the target's best first."""
+    if source.transports == target.transports:
+        return target.transports
+    return tuple(name for name in target.transports if name in source.transports)
+
+
+def assigned(target: Source, shares: Iterable[tuple[Source, tuple[Range, ...]]]) -> tuple[Assignment, ...]:
+    """The assignments of a decision, one a source."""
+    merged: dict[str, tuple[Source, tuple[Range, ...]]] = {}
+    for source, chunks in shares:
+        before = merged.get(source.instance_id, (source, ()))[1]
+        merged[source.instance_id] = source, normalise((*before, *chunks))
+    return tuple(
+        Assignment(source.instance_id, chunks, shared_transports(source, target))
+        for source, chunks in merged.values()
+        if chunks
+    )
+
+
+def split(chunks: tuple[Range, ...], parts: int) -> list[tuple[Range, ...]]:
+    """Cut into at most `parts` runs of chunks in order, whose sizes differ by one at most; none is empty."""
+    total = count(chunks)
+    parts = min(parts, total)
+    bounds = [total * part // parts for part in range(parts + 1)] if parts else [0]
+    return [cut(chunks, begin, end) for begin, end in pairwise(bounds)]
+
+
+def cut(chunks: tuple[Range, ...], begin: int, end: int) -> tuple[Range, ...]:
+    """The chunks from the `begin`-th to before the `end`-th of those given."""
+    found: list[Range] = []
+    passed = 0
+    for first, stop in chunks:
+        low, high = max(begin - passed, 0), min(end - passed, stop - first)
+        if low < high:
+            found.append((first + low, first + high))
+        passed += stop - first
+    return tuple(found)
+
+
+def readable_by_itself(target: Source, *, beside: bool = False) -> Storage | None:
+    """What the target may read the chunks from that nobody can give it, so that they fit those it holds,
+    and those that it gets `beside` them from others.
+    """
+    for storage in target.storage:
+        if not target.verified and not beside:
+            return storage
+        if storage.weights_id is not None and storage.weights_id == target.weights_id:
+            return storage
+        if storage.kind == "checkpoint" and storage.origin is not None and storage.origin == target.draft:
+            return storage
+    return None

@@ -1,0 +1,193 @@
+"""What one replica of the planner knows: records by id, and each group's index for the policy.
+
+In memory and without a clock: a store decides which changes come in, and in which order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from planner.groups import LiveGroup
+from planner.store.records import ForkRecord, GroupKey, InstanceRecord
+
+Listener = Callable[[ForkRecord], None]
+
+
+class State:
+    """All records. Keeps the last `keep_forks` forks that ended."""
+
+    def __init__(self, *, keep_forks: int) -> None:
+        self._keep_forks = keep_forks
+        self._instances: dict[str, InstanceRecord] = {}
+        # Instances by how long they may be silent; in each table the one silent for longest first.
+        self._heard: dict[float, dict[str, None]] = {}
+        self._forks: dict[str, ForkRecord] = {}
+        self._live: dict[str, None] = {}  # forks under way, the one silent for longest first
+        self._live_targets: dict[str, str] = {}
+        self._ended: dict[str, None] = {}  # in order of their end
+        self._groups: dict[GroupKey, LiveGroup] = {}
+        self._models: dict[str, dict[str, LiveGroup]] = {}
+        self._listeners: list[Listener] = []
+
+    # -- changes ----------------------------------------------------------------------------------
+
+    def apply(
+        self,
+        instances: Iterable[InstanceRecord] = (),
+        forks: Iterable[ForkRecord] = (),
+        gone: Iterable[str] = (),
+    ) -> None:
+        """Keep these records, each in the place of the one with its id, and forget the instances `gone`."""
+        for instance in instances:
+            self._put_instance(instance)
+        for fork in forks:
+            self._put_fork(fork)
+        for instance_id in gone:
+            self._forget(instance_id)
+
+    def clear(self) -> None:
+        """Forget everything: what the store holds is loaded anew."""
+        for table in (self._instances, self._heard, self._forks, self._live, self._live_targets):
+            table.clear()
+        for rest in (self._ended, self._groups, self._models):
+            rest.clear()
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener` with each fork record that comes in; returns the way to stop."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    # -- instances --------------------------------------------------------------------------------
+
+    def instance(self, instance_id: str) -> InstanceRecord | None:
+        """The instance's record, if it is known."""
+        return self._instances.get(instance_id)
+
+    def instances(self) -> list[InstanceRecord]:
+        """All of them, in the order they were first put."""
+        return list(self._instances.values())
+
+    def silent_instances(self, now: float) -> Iterator[InstanceRecord]:
+        """Those that are to be forgotten by now. Costs nothing for the others."""
+        for heard in list(self._heard.values()):
+            for instance_id in list(heard):
+                record = self._instances[instance_id]
+                if now < record.expires_at:
+                    break
+                yield record
+
+    @property
+    def instance_count(self) -> int:
+        """How many instances are known."""
+        return len(self._instances)
+
+    # -- forks ------------------------------------------------------------------------------------
+
+    def fork(self, fork_id: str) -> ForkRecord | None:
+        """The fork's record, if it is known."""
+        return self._forks.get(fork_id)
+
+    def forks(self) -> list[ForkRecord]:
+        """All of them, in the order they were first put."""
+        return list(self._forks.values())
+
+    def live_forks(self) -> list[ForkRecord]:
+        """Those under way."""
+        return [self._forks[fork_id] for fork_id in self._live]
+
+    def live_fork_of(self, instance_id: str) -> ForkRecord | None:
+        """The fork under way whose target is the instance, if there is one."""
+        fork_id = self._live_targets.get(instance_id)
+        return None if fork_id is None else self._forks[fork_id]
+
+    def silent_forks(self, since: float) -> Iterator[ForkRecord]:
+        """Forks under way of which nothing was heard since then. Costs nothing for the others."""
+        for fork_id in list(self._live):
+            fork = self._forks[fork_id]
+            if fork.seen_at > since:
+                return
+            yield fork
+
+    # -- groups -----------------------------------------------------------------------------------
+
+    def group(self, key: GroupKey) -> LiveGroup:
+        """The group's index; an empty one where nobody is in it."""
+        return self._groups.get(key) or LiveGroup(*key)
+
+    def groups(self) -> list[LiveGroup]:
+        """The groups that hold at least one instance."""
+        return list(self._groups.values())
+
+    def other_ranks(self, key: GroupKey) -> tuple[str, ...]:
+        """Keys of the same model's ranks that somebody else holds."""
+        return tuple(sorted(rank for rank in self._models.get(key[0], {}) if rank != key[1]))
+
+    # -- the tables -------------------------------------------------------------------------------
+
+    def _put_instance(self, record: InstanceRecord) -> None:
+        instance_id = record.report.instance_id
+        old = self._instances.get(instance_id)
+        if old is not None and old.group != record.group:
+            self._leave(old)
+        self._instances[instance_id] = record
+        if old is not None:
+            del self._heard[old.forget_s][instance_id]
+        self._heard.setdefault(record.forget_s, {})[instance_id] = None
+        model, rank_key = record.group
+        group = self._groups.get(record.group)
+        if group is None:
+            group = self._groups[record.group] = LiveGroup(model, rank_key)
+            self._models.setdefault(model, {})[rank_key] = group
+        # Readers that no replica ever heard of are from before a restart: they count too.
+        strangers = tuple(name for name in record.report.readers if name not in self._forks)
+        group.put(record.source, missing=record.missing, strangers=strangers)
+        if old is None:
+            self._resume(record, group)
+
+    def _resume(self, record: InstanceRecord, group: LiveGroup) -> None:
+        """One that was forgotten, or is new to this replica, is back: with its fork, and its readers."""
+        forks = [self.live_fork_of(record.report.instance_id)]
+        forks += [self._forks.get(name) for name in record.report.readers]
+        for fork in forks:
+            if fork is not None and fork.live and fork.group == record.group:
+                group.follow(fork)
+
+    def _forget(self, instance_id: str) -> None:
+        record = self._instances.pop(instance_id, None)
+        if record is not None:
+            del self._heard[record.forget_s][instance_id]
+            self._leave(record)
+
+    def _leave(self, record: InstanceRecord) -> None:
+        group = self._groups[record.group]
+        group.remove(record.report.instance_id)
+        if not group.sources:
+            model, rank_key = record.group
+            del self._groups[record.group], self._models[model][rank_key]
+            if not self._models[model]:
+                del self._models[model]
+
+    def _put_fork(self, record: ForkRecord) -> None:
+        fork_id = record.fork_id
+        old = self._forks.get(fork_id)
+        self._forks[fork_id] = record
+        self._live.pop(fork_id, None)
+        if record.live:
+            self._ended.pop(fork_id, None)
+            self._live[fork_id] = None
+            self._live_targets[record.instance_id] = fork_id
+        else:
+            if self._live_targets.get(record.instance_id) == fork_id:
+                del self._live_targets[record.instance_id]
+            self._ended.setdefault(fork_id)
+            while len(self._ended) > self._keep_forks:
+                oldest = next(iter(self._ended))
+                del self._ended[oldest], self._forks[oldest]
+        group = self._groups.get(record.group)
+        if group is not None:
+            if not record.live:
+                group.leave(record)
+            elif old is None or not old.live or (old.reads, old.storage) != (record.reads, record.storage):
+                group.follow(record)
+        for listener in list(self._listeners):
+            listener(record)

@@ -1,0 +1,102 @@
+"""What replicas of the planner exchange through Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from pydantic import TypeAdapter
+
+from planner.store.base import Change
+from planner.store.codec import FORKS, INSTANCES, Patch
+from planner.store.records import ForkRecord, GroupKey, InstanceRecord
+
+READ_COUNT: Final = 1000
+"""Most changes that the follower reads at once."""
+CONFLICT: Final = 0
+UNKNOWN: Final = -1
+"""The change patches a record that is not there (any more): offer it whole."""
+
+
+class Behind(Exception):
+    """What Redis holds does not follow from what this replica has read: everything must be read anew."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """A change as it travels: patches by id of the record."""
+
+    instances: tuple[tuple[str, Patch], ...] = ()
+    forks: tuple[tuple[str, Patch], ...] = ()
+    gone: tuple[str, ...] = ()
+    group: str = ""
+    """As `group_text` writes it; empty where the change depends on no group."""
+    version: int = 0
+    """Of the group, before the change."""
+
+
+BODY: Final = TypeAdapter(Body)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One change in the stream."""
+
+    number: int
+    body: Body
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the offered changes, and the changes of others that came before them."""
+
+    missed: tuple[Entry, ...]
+    verdicts: tuple[int, ...]
+    """Of each offered change: its number in the stream, CONFLICT or UNKNOWN."""
+    at: float
+    """The furthest that any replica's clock has come."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything, as it was after the change `number`; the records by id."""
+
+    epoch: str
+    """Drawn when the planner first met an empty Redis."""
+    number: int
+    at: float
+    """The furthest that any replica's clock has come."""
+    instances: Mapping[str, InstanceRecord]
+    forks: Mapping[str, ForkRecord]
+    versions: Mapping[GroupKey, int]
+    ended: tuple[str, ...]
+    """Forks in the order of their end."""
+
+
+def body_of(change: Change, instances: Mapping[str, InstanceRecord], forks: Mapping[str, ForkRecord]) -> Body:
+    """The change as patches of these records, whole where there is none; without those that are the same."""
+    patches = (
+        (name, INSTANCES.patch(instances.get(name), each))
+        for each in change.instances
+        for name in (each.report.instance_id,)
+    )
+    fork_patches = ((each.fork_id, FORKS.patch(forks.get(each.fork_id), each)) for each in change.forks)
+    return Body(
+        instances=tuple((name, patch) for name, patch in patches if patch),
+        forks=tuple((name, patch) for name, patch in fork_patches if patch),
+        gone=change.gone,
+        group="" if change.group is None else group_text(change.group),
+        version=change.version,
+    )
+
+
+def group_text(group: GroupKey) -> str:
+    """A group in one line, rank key first; rank keys hold no space."""
+    return f"{group[1]} {group[0]}"
+
+
+def group_from(text: str) -> GroupKey:
+    """The group that `group_text` wrote."""
+    rank_key, _, model = text.partition(" ")
+    return model, rank_key

@@ -1,0 +1,88 @@
+"""What one replica knows of what Redis holds: the records, and how far it has read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from planner.leases import Clock
+from planner.state import State
+from planner.store.codec import FORKS, INSTANCES, Codec, Patch, Record
+from planner.store.exchange import Behind, Contents, Entry, group_from
+from planner.store.records import GroupKey
+
+
+class Mirror:
+    """Applies numbered changes to a `State`, each once and in order, and keeps the shared clock.
+
+    That clock is as far as the furthest replica's. A replica's own stands still when it has heard nothing
+    from Redis for `patience_s`: to one that was paused, or cut off, everybody seems to be silent, and where
+    Redis was away nobody could be heard.
+    """
+
+    def __init__(self, clock: Clock, *, keep_forks: int, patience_s: float) -> None:
+        self.state = State(keep_forks=keep_forks)
+        self.epoch = ""
+        self.applied = 0
+        """Number of the last change that is in `state`."""
+        self._clock = clock
+        self._patience_s = patience_s
+        self._synced_at = clock.monotonic()
+        self._ahead = 0.0  # seconds that the shared clock is ahead of this machine's
+        self._versions: dict[GroupKey, int] = {}
+
+    def fill(self, contents: Contents) -> None:
+        """Replace everything. Records are put in the order in which they were last heard of."""
+        if not self.epoch:
+            self._ahead = contents.at - self._clock.monotonic()
+        self.epoch, self.applied = contents.epoch, contents.number
+        self._versions = dict(contents.versions)
+        ended = {name: None for name in contents.ended if name in contents.forks}
+        live = [fork for name, fork in contents.forks.items() if name not in ended]
+        self.state.clear()
+        # Forks first: a reader that an instance names is then no stranger.
+        self.state.apply(forks=[contents.forks[name] for name in ended])
+        self.state.apply(forks=sorted(live, key=lambda fork: fork.seen_at))
+        self.state.apply(sorted(contents.instances.values(), key=lambda instance: instance.seen_at))
+        self.synced(contents.at)
+
+    def apply(self, entry: Entry) -> None:
+        """Take the change, unless that was done before; raises Behind where those before it are missing."""
+        if entry.number <= self.applied:
+            return
+        if entry.number != self.applied + 1:
+            raise Behind(f"change {entry.number} came after {self.applied}")
+        body = entry.body
+        try:
+            instances = list(_patched(INSTANCES, body.instances, self.state.instance))
+            forks = list(_patched(FORKS, body.forks, self.state.fork))
+        except ValueError as error:
+            first_line = str(error).partition("\n")[0]
+            raise Behind(f"change {entry.number} does not fit what is known: {first_line}") from None
+        self.state.apply(instances, forks, body.gone)
+        if body.group:
+            self._versions[group_from(body.group)] = body.version + 1
+        self.applied = entry.number
+
+    def synced(self, at: float = 0.0) -> None:
+        """All that Redis held a moment ago was read; `at`: the furthest that any replica's clock had come."""
+        now = max(self.now(), at)
+        self._synced_at = self._clock.monotonic()
+        self._ahead = now - self._synced_at
+
+    def version(self, group: GroupKey) -> int:
+        """How often the group's forks were changed."""
+        return self._versions.get(group, 0)
+
+    def now(self) -> float:
+        """The shared clock, in seconds; it began as the unix time of Redis."""
+        return min(self._clock.monotonic(), self._synced_at + self._patience_s) + self._ahead
+
+
+def _patched(
+    codec: Codec[Record], patches: Iterable[tuple[str, Patch]], known: Callable[[str], Record | None]
+) -> Iterator[Record]:
+    for record_id, patch in patches:
+        base = known(record_id)
+        # Another replica keeps more of the forks that ended than this one does.
+        if base is not None or codec.head in patch:
+            yield codec.apply(base, patch)

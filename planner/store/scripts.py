@@ -1,0 +1,103 @@
+"""What runs inside Redis: each script is one step that nothing comes between.
+
+Both are given the keys of `planner.store.keyspace.KEYS`, in that order.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+OPEN: Final = """
+-- Arguments: a new epoch, milliseconds to keep the keys. Answers {epoch, count of changes, shared time}.
+if redis.call('HEXISTS', KEYS[1], 'epoch') == 0 then
+    redis.call('DEL', unpack(KEYS))
+    redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'number', '0', 'at', redis.call('TIME')[1])
+end
+-- A write, so that a Redis that takes none (full, or a read-only replica) is found out here.
+redis.call('HSET', KEYS[1], 'opened', ARGV[1])
+for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[2]) end
+return redis.call('HMGET', KEYS[1], 'epoch', 'number', 'at')
+"""
+
+COMMIT: Final = """
+-- Arguments: the replica's epoch, count of changes it has read and its time; ended forks to keep, length of
+-- the stream, milliseconds to keep the keys; head part and all parts of an instance, then of a fork; bodies.
+-- Answers {changes it has not read, a verdict for each body, shared time}, or nil where it must load all.
+local meta, changes, instances, forks, versions, ended = unpack(KEYS)
+local epoch, since, at, keep_forks, keep_changes, keep_ms = unpack(ARGV, 1, 6)
+local instance_head, instance_parts, fork_head, fork_parts = unpack(ARGV, 7, 10)
+local CONFLICT, UNKNOWN, FIRST_BODY = 0, -1, 11
+since = tonumber(since)
+
+local known = redis.call('HMGET', meta, 'epoch', 'number', 'at')
+if known[1] ~= epoch then return false end
+local number = tonumber(known[2])
+local missed = {}
+if number ~= since then
+    missed = redis.call('XRANGE', changes, '(' .. since .. '-0', '+')
+    if #missed ~= number - since then return false end
+end
+
+local function complete(hash, head, patches)
+    for _, patch in ipairs(patches) do
+        local whole = patch[2][head] or redis.call('HEXISTS', hash, patch[1] .. ' ' .. head) == 1
+        if not whole then return false end
+    end
+    return true
+end
+
+local function write(hash, patches)
+    for _, patch in ipairs(patches) do
+        local pairs_of_it = {}
+        for part, text in pairs(patch[2]) do
+            table.insert(pairs_of_it, patch[1] .. ' ' .. part)
+            table.insert(pairs_of_it, text)
+        end
+        redis.call('HSET', hash, unpack(pairs_of_it))
+    end
+end
+
+local function forget(hash, parts, id)
+    local fields = {}
+    for part in string.gmatch(parts, '%S+') do table.insert(fields, id .. ' ' .. part) end
+    redis.call('HDEL', hash, unpack(fields))
+end
+
+local function commit(text)
+    local body = cjson.decode(text)
+    if body.group ~= '' then
+        local version = tonumber(redis.call('HGET', versions, body.group) or '0')
+        if version ~= body.version then return CONFLICT end
+    end
+    if not complete(instances, instance_head, body.instances) then return UNKNOWN end
+    if not complete(forks, fork_head, body.forks) then return UNKNOWN end
+    write(instances, body.instances)
+    write(forks, body.forks)
+    for _, id in ipairs(body.gone) do forget(instances, instance_parts, id) end
+    if body.group ~= '' then redis.call('HINCRBY', versions, body.group, 1) end
+    number = redis.call('HINCRBY', meta, 'number', 1)
+    for _, patch in ipairs(body.forks) do
+        local finish = patch[2]['finish']
+        if finish == 'null' then
+            redis.call('ZREM', ended, patch[1])
+        elseif finish then
+            redis.call('ZADD', ended, 'NX', number, patch[1])
+        end
+    end
+    redis.call('XADD', changes, 'MAXLEN', '~', keep_changes, number .. '-0', 'body', text)
+    return number
+end
+
+local verdicts = {}
+for index = FIRST_BODY, #ARGV do table.insert(verdicts, commit(ARGV[index])) end
+
+local many = redis.call('ZCARD', ended) - tonumber(keep_forks)
+if many > 0 then
+    local oldest = redis.call('ZPOPMIN', ended, many)
+    for index = 1, #oldest, 2 do forget(forks, fork_parts, oldest[index]) end
+end
+if tonumber(at) < tonumber(known[3]) then at = known[3] end
+redis.call('HSET', meta, 'at', at)
+for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, keep_ms) end
+return {missed, verdicts, at}
+"""

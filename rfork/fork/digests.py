@@ -1,0 +1,160 @@
+"""What each chunk of one fork must hold: by the manifest, or by the draft while there is none.
+
+Runs on the target. The puller holds its lock around every call here. A draft is what an instance that
+reads files without a manifest has found so far: it digests each chunk, and tells the digest with the
+chunk. All chunks on the board are of one draft, until a manifest is known; then those that differ from
+it are dropped, and read again.
+
+A draft has the name of its files' origin, so several may read on where one died. Where files of one
+origin turn out to differ all the same, whoever finds it drops what it holds and goes on under another
+name, ``ORIGIN-…``: whoever holds chunks of the first then drops them too.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from rfork.errors import SourceChanged, StorageError
+from rfork.fork.schedule import Schedule
+from rfork.image import ranges
+from rfork.image.board import ChunkBoard
+from rfork.image.manifest import Manifest
+from rfork.image.memory import Image
+from rfork.logs import logger
+
+log = logger(__name__)
+
+
+class Giving(Protocol):
+    """This instance's giving side, as the fork that fills it sees it."""
+
+    def learn(self, manifest: Manifest) -> None:
+        """What the image must hold is known."""
+        ...
+
+    def drop(self, chunks: Sequence[int]) -> None:
+        """These chunks were offered and are wrong: whoever read them has to know."""
+        ...
+
+    def say_loading(self, loading: bool) -> None:
+        """Whether this instance, or whom it waits for, reads from storage now."""
+        ...
+
+
+class Digests:
+    """The manifest or the draft of one fork, and what each source says of its own chunks."""
+
+    def __init__(self, image: Image, board: ChunkBoard, schedule: Schedule, giving: Giving) -> None:
+        self.manifest: Manifest | None = None
+        self._image = image
+        self._board = board
+        self._schedule = schedule
+        self._giving = giving
+        self._announced: dict[str, dict[int, bytes]] = {}
+        self._readers: set[str] = set()
+
+    # -- what sources say -------------------------------------------------------------------------
+
+    def learn(self, manifest: Manifest) -> None:
+        """The manifest is known: chunks that do not match it are dropped."""
+        if self.manifest is not None and self.manifest.weights_id == manifest.weights_id:
+            return
+        self.manifest = manifest
+        wrong = [index for index, digest in self._board.digests.items() if digest != manifest.digests[index]]
+        if wrong:
+            self._board.begin(None)  # what is left is not what its files hold
+        self.drop(wrong, f"not of weights {manifest.weights_id}")
+        self._giving.learn(manifest)
+
+    def announce(self, source_id: str, draft: str, digests: Mapping[int, bytes], *, alone: bool) -> None:
+        """A source without a manifest says what it holds; `alone`: nothing is wanted of any other.
+
+        Raises SourceChanged where these chunks and those of this fork are not of one image.
+        """
+        if self.manifest is not None:
+            if any(self.manifest.digests[chunk] != digest for chunk, digest in digests.items()):
+                raise SourceChanged(f"it reads other weights than {self.manifest.weights_id}")
+            return
+        held = self._board.digests
+        if draft != self._board.draft or any(
+            held.get(chunk, digest) != digest for chunk, digest in digests.items()
+        ):
+            if self._board.draft is not None and not alone:
+                raise SourceChanged(f"its chunks are of draft {draft}, here they are of {self._board.draft}")
+            self._begin(draft)
+        self._announced.setdefault(source_id, {}).update(digests)
+
+    def read_files(self, source_id: str, origin: str, *, agrees: bool) -> None:
+        """This instance reads files of `origin` by itself; whether they hold a sample of what it holds.
+
+        Raises StorageError where the manifest is known and the files do not agree with it.
+        """
+        if self.manifest is not None:
+            if not agrees:
+                raise StorageError(f"holds other weights than {self.manifest.weights_id}")
+            return
+        draft = self._board.draft
+        if draft is None or draft.partition("-")[0] != origin:
+            self._begin(origin)
+        elif not agrees:
+            self._begin(f"{origin}-{secrets.token_hex(8)}")
+        self._readers.add(source_id)
+
+    def forget(self, source_id: str) -> None:
+        """The source has ended: what it said counts no more."""
+        self._announced.pop(source_id, None)
+        self._readers.discard(source_id)
+
+    def drop_all(self, why: str) -> None:
+        """Hold nothing and know nothing any more."""
+        self.drop(list(ranges.indices(self._board.verified)), why)
+        self.manifest = None
+        self._board.begin(None)
+        self._announced.clear()
+        self._readers.clear()
+
+    # -- what was read ----------------------------------------------------------------------------
+
+    def expected(self, source_id: str, chunk: int) -> bytes | None:
+        """The digest that a chunk read from this source must have; None: whatever it turns out to be.
+
+        Raises SourceChanged where that is not known any more.
+        """
+        if self.manifest is not None:
+            return self.manifest.digests[chunk]
+        if source_id in self._readers:
+            return None
+        digest = self._announced.get(source_id, {}).get(chunk)
+        if digest is None:
+            raise SourceChanged(f"chunk {chunk} is of another draft than this fork holds by now")
+        return digest
+
+    def sample(self) -> dict[int, bytes]:
+        """Digests of the first and the last chunk that this fork holds, or else is offered, if any."""
+        digests = self._board.digests or {
+            chunk: digest for told in self._announced.values() for chunk, digest in told.items()
+        }
+        return {chunk: digests[chunk] for chunk in (min(digests), max(digests))} if digests else {}
+
+    def drop(self, chunks: Sequence[int], why: str) -> None:
+        """Forget chunks that were verified: they are read again."""
+        if chunks:
+            log.warning("chunks dropped", chunks=len(chunks), because=why)
+            self._schedule.drop(chunks)
+            self._giving.drop(chunks)
+
+    def seal(self) -> None:
+        """Every chunk is held: their digests are the manifest, if none was known."""
+        if self.manifest is None:
+            self.learn(Manifest(self._image.layout, tuple(self._whole(self._board.digests))))
+
+    def _whole(self, digests: Mapping[int, bytes]) -> Iterable[bytes]:
+        for chunk in range(len(self._image.layout.chunks)):
+            yield digests[chunk] if chunk in digests else self._image.digest(chunk)
+
+    def _begin(self, draft: str) -> None:
+        """Chunks are of this draft from now on; those of the one before are dropped."""
+        self.drop_all(f"not of draft {draft}")
+        self._board.begin(draft)

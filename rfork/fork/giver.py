@@ -1,0 +1,84 @@
+"""The seam between a fork and what it reads from: peers, and this instance's own storage.
+
+Runs on the target. Each giver has a thread of its own, which tells the puller what can be read; the
+puller's workers read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from rfork.errors import RforkError
+from rfork.image.manifest import Manifest
+from rfork.image.ranges import Range
+
+
+class Giver(Protocol):
+    """One source of a fork: `rfork.fork.feed.Feed` or `rfork.fork.storage_feed.StorageFeed`."""
+
+    source_id: str
+    """The word for it in the schedule and in reports."""
+    instance_id: str
+    """Who is told to the planner: the source, or this instance itself for its storage."""
+    host: str
+    address: str
+    transport: str
+    loading: bool
+    """Whether it, or whom it waits for, reads from storage now."""
+    advanced_at: float
+    """When it last gave something new, on `time.monotonic()`'s clock."""
+
+    def start(self) -> None:
+        """Begin on its own thread."""
+        ...
+
+    def read(self, begin: int, end: int, deadline: float) -> None:
+        """Fill image range `[begin, end)` by `deadline`, a `time.monotonic()` value."""
+        ...
+
+    def check(self, now: float, *, starved: bool) -> RforkError | None:
+        """Why it counts as stalled at `now`, if it does."""
+        ...
+
+    def close(self) -> None:
+        """Give nothing more; reads under way end."""
+        ...
+
+    def join(self) -> None:
+        """Wait until its thread has ended; after `close`."""
+        ...
+
+
+class Listener(Protocol):
+    """The puller, as its sources see it; called on their threads.
+
+    `on_manifest`, `on_draft` and `on_files` may raise what ends the source.
+    """
+
+    def on_manifest(self, feed: Giver, manifest: Manifest) -> None:
+        """What the source's image holds."""
+        ...
+
+    def on_draft(self, feed: Giver, draft: str, digests: Mapping[int, bytes]) -> None:
+        """The peer's manifest is not known yet: these chunks of its `draft` have these digests.
+
+        Said before they are offered.
+        """
+        ...
+
+    def sample(self) -> Mapping[int, bytes]:
+        """Digests of one or two chunks that this fork holds or is offered; none if there are none."""
+        ...
+
+    def on_files(self, feed: Giver, origin: str, *, agrees: bool) -> None:
+        """The manifest of this instance's files is not known; whether the sample was the same in them."""
+        ...
+
+    def on_offer(self, feed: Giver, chunks: tuple[Range, ...]) -> None:
+        """These chunks can be read from now on."""
+        ...
+
+    def on_failure(self, feed: Giver, error: RforkError) -> None:
+        """The source has ended by itself."""
+        ...

@@ -1,0 +1,98 @@
+"""What the sources of a fork say, on their threads, and what becomes of it.
+
+Runs on the target. Each call takes the puller's lock, and rings its bell where there is something to
+read, or to plan anew.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+
+from rfork.errors import RforkError, SourceChanged, SourceGone
+from rfork.fork.digests import Digests
+from rfork.fork.giver import Giver
+from rfork.fork.schedule import Schedule
+from rfork.fork.sources import Open, Sources
+from rfork.image.board import ChunkBoard
+from rfork.image.manifest import Manifest
+from rfork.image.ranges import Range
+
+
+class Intake:
+    """See `rfork.fork.giver.Listener`; keeps the sources, as whoever has ended is told from who has not."""
+
+    def __init__(
+        self,
+        changed: threading.Condition,
+        board: ChunkBoard,
+        schedule: Schedule,
+        digests: Digests,
+        opening: Open,
+        deadline: float,
+    ) -> None:
+        """`changed` is the puller's lock and its bell; `deadline` the fork's own."""
+        self.sources = Sources(schedule, digests, opening, self)
+        self.stopping = False
+        """Whether the fork is over: who fails now is not at fault."""
+        self.expected: str | None = None
+        """The weights_id of the plan."""
+        self._changed = changed
+        self._board = board
+        self._schedule = schedule
+        self._digests = digests
+        self._deadline = deadline
+
+    def on_manifest(self, feed: Giver, manifest: Manifest) -> None:
+        """See `rfork.fork.giver.Listener`; every source must hold the bytes that the first one named."""
+        with self._changed:
+            self._check_current(feed)
+            known = self._digests.manifest
+            begun = len(self._board) > 0 or self._schedule.in_flight > 0
+            expected = known.weights_id if known and begun else self.expected
+            if expected not in (None, manifest.weights_id):
+                raise SourceChanged(
+                    f"{feed.address}: holds weights {manifest.weights_id}, this fork is of {expected}"
+                )
+            self._digests.learn(manifest)
+
+    def on_draft(self, feed: Giver, draft: str, digests: Mapping[int, bytes]) -> None:
+        """See `rfork.fork.giver.Listener`."""
+        with self._changed:
+            self._check_current(feed)
+            alone = not self.sources.giving_besides(feed)
+            self._digests.announce(feed.source_id, draft, digests, alone=alone)
+
+    def on_offer(self, feed: Giver, chunks: tuple[Range, ...]) -> None:
+        """See `rfork.fork.giver.Listener`."""
+        with self._changed:
+            if self.sources.find(feed.source_id) is feed:
+                self._schedule.offer(feed.source_id, chunks)
+                self._changed.notify_all()
+
+    def on_failure(self, feed: Giver, error: RforkError) -> None:
+        """See `rfork.fork.giver.Listener`."""
+        with self._changed:
+            self.fail(feed, error)
+
+    def sample(self) -> Mapping[int, bytes]:
+        """See `rfork.fork.giver.Listener`."""
+        with self._changed:
+            return self._digests.sample()
+
+    def on_files(self, feed: Giver, origin: str, *, agrees: bool) -> None:
+        """See `rfork.fork.giver.Listener`."""
+        with self._changed:
+            self._check_current(feed)
+            self._digests.read_files(feed.source_id, origin, agrees=agrees)
+
+    def _check_current(self, feed: Giver) -> None:
+        if self.sources.find(feed.source_id) is not feed:
+            raise SourceGone(f"{feed.address}: was given up")
+
+    def fail(self, feed: Giver, error: RforkError) -> None:
+        """Give up on a source; the caller holds the lock. Past the deadline nobody but time is at fault."""
+        if not self.stopping and time.monotonic() < self._deadline:
+            self.sources.fail(feed, error)
+        self._changed.notify_all()

@@ -1,0 +1,45 @@
+"""How a fork reaches the sources that a plan names. Runs on the target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rfork.fork.cold import Offers
+from rfork.fork.feed import Feed
+from rfork.fork.giver import Listener
+from rfork.fork.storage_feed import StorageFeed
+from rfork.image.memory import Image
+from rfork.peer.base import Dial
+from rfork.settings import Settings
+from rfork.transport.base import Transport
+from rfork.wire import Route, StorageRead
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Makes the feeds of one fork; see `rfork.fork.sources.Open`. `deadline` is the fork's own."""
+
+    image: Image
+    transports: Mapping[str, Transport]
+    dial: Dial
+    settings: Settings
+    offers: Offers
+    instance_id: str
+    deadline: float
+
+    def peer(self, route: Route, listener: Listener) -> Feed:
+        """The feed of one route."""
+        return Feed(route, self.image, self.transports, self.dial, self.settings, listener, self.deadline)
+
+    def storage(self, read: StorageRead, listener: Listener) -> StorageFeed:
+        """The feed of this instance's own storage."""
+        return StorageFeed(
+            read,
+            self.offers.find,
+            self.image,
+            listener,
+            self.deadline,
+            instance_id=self.instance_id,
+            host=self.settings.host,
+        )

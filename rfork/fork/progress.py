@@ -1,0 +1,129 @@
+"""Tells the planner and the caller how a fork goes, and keeps its leases alive, while it runs.
+
+Runs on the target, on a thread of its own: whatever the fork waits for, also its own loader, it is
+heard of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from rfork.control.client import PlannerClient
+from rfork.errors import PlannerRefused, PlannerUnreachable
+from rfork.fork.puller import Puller
+from rfork.image.board import ChunkBoard
+from rfork.logs import logger
+from rfork.wire import ForkProgress
+
+log = logger(__name__)
+
+PROGRESS_S = 1.0
+LOOK_S = PROGRESS_S / 4
+WINDOW_S = 1.0
+"""The best rate is that of a window about so long: shorter ones see a chunk that landed, not a link."""
+
+OnProgress = Callable[[ForkProgress, int], None]
+"""Told the progress about four times a second, and the image's size in bytes."""
+
+
+class Meter:
+    """The best rate, in bytes a second, over any window of about `window_s`."""
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self.best: float | None = None
+        """None until a window has passed."""
+        self._window_s = window_s
+        self._points: deque[tuple[float, int]] = deque()
+
+    def add(self, now: float, total: int) -> None:
+        """In all `total` bytes had come at `now`."""
+        self._points.append((now, total))
+        while len(self._points) > 2 and now - self._points[1][0] >= self._window_s:
+            self._points.popleft()
+        began, before = self._points[0]
+        if now - began >= self._window_s:
+            self.best = max(self.best or 0.0, (total - before) / (now - began))
+
+    def efficiency(self, nbytes: int, seconds: float) -> float | None:
+        """The rate of `nbytes` in `seconds` against the best one; None where that is not known."""
+        return nbytes / seconds / self.best if self.best and seconds else None
+
+
+class Reporter:
+    """One fork's reports. `puller` is asked how it goes, and told what the planner answers."""
+
+    def __init__(
+        self,
+        fork_id: str,
+        planner: PlannerClient,
+        puller: Puller,
+        board: ChunkBoard,
+        on_progress: OnProgress | None,
+    ) -> None:
+        self.meter = Meter()
+        self._fork_id = fork_id
+        self._planner = planner
+        self._puller = puller
+        self._board = board
+        self._on_progress = on_progress
+        self._done = threading.Event()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Report while the block runs, and once more at its end."""
+        thread = threading.Thread(target=self._run, name="rfork-progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._done.set()
+            # A planner that does not answer must not hold up a fork that is done.
+            thread.join(PROGRESS_S)
+
+    def _run(self) -> None:
+        began = told_at = time.monotonic()
+        self.meter.add(began, 0)
+        while True:
+            last = self._done.wait(LOOK_S)
+            now = time.monotonic()
+            self.meter.add(now, self._puller.bytes_read)
+            progress = ForkProgress(
+                verified=self._board.verified,
+                bytes_read=self._puller.bytes_read,
+                bytes_per_s=self._puller.bytes_read / max(now - began, 1e-9),
+                sources={share.source_id: share.verified_bytes for share in self._puller.shares},
+            )
+            self._show(progress)
+            if last:
+                return
+            if now - told_at >= PROGRESS_S:
+                told_at = now
+                self._tell(progress)
+
+    def _tell(self, progress: ForkProgress) -> None:
+        try:
+            ack = self._planner.progress(self._fork_id, progress)
+        except PlannerRefused as error:
+            if error.problem == "unknown-fork":
+                self._puller.plan_again("the planner does not know this fork")
+            else:
+                log.warning("progress refused, so leases will run out", detail=str(error))
+        except PlannerUnreachable as error:
+            log.debug("progress not told", detail=str(error))
+        else:
+            self._puller.renew(ack.leases)
+            if ack.ask_again is not None:
+                self._puller.plan_again(ack.ask_again)
+
+    def _show(self, progress: ForkProgress) -> None:
+        if self._on_progress is None:
+            return
+        try:
+            self._on_progress(progress, self._board.chunks.image_bytes)
+        except Exception:  # what shows the progress may fail; this thread also renews the leases
+            log.exception("progress not shown, and not shown again")
+            self._on_progress = None

@@ -1,0 +1,144 @@
+"""What an instance holds, and what it says of it to whoever wants to read. Runs on the source."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from rfork.errors import LayoutMismatch
+from rfork.image import ranges
+from rfork.image.board import ChunkBoard
+from rfork.image.manifest import Manifest
+from rfork.image.memory import Image
+from rfork.logs import logger
+from rfork.peer.base import Progress
+from rfork.wire import InstanceState
+
+log = logger(__name__)
+
+
+class Holding:
+    """One image, its board, its manifest and its generation: thread-safe, and told on each change.
+
+    `manifest` is None until it is known (`learn`); until then chunks are given under the digests that
+    the board knows. Implements the puller's `Giving`.
+    """
+
+    def __init__(self, image: Image, board: ChunkBoard | None, manifest: Manifest | None) -> None:
+        """Without a board every chunk is held."""
+        self.image = image
+        self.board = board if board is not None else ChunkBoard.full(image.layout.chunks)
+        self.generation = 0
+        self._manifest = manifest
+        self._state: InstanceState = "serving" if self.board.complete and manifest else "loading"
+        self._loading = False
+        self._lock = threading.Lock()
+        self._listeners: list[Callable[[], None]] = []
+
+    def poke(self) -> None:
+        """Called after each change that the planner should hear of at once."""
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """What the image holds; None while a relay has not learnt it."""
+        return self._manifest
+
+    @property
+    def draining(self) -> bool:
+        """Whether it takes no new readers."""
+        return self._state == "draining"
+
+    def learn(self, manifest: Manifest) -> None:
+        """A relay learnt what its image must hold: from now on it can give what it has verified."""
+        if manifest.layout.layout_id != self.image.layout.layout_id:
+            raise LayoutMismatch("the manifest is of another layout than the image")
+        self._manifest = manifest
+        self._tell()
+        self.poke()
+
+    def drop(self, chunks: Sequence[int]) -> None:
+        """These chunks were not what this image must hold: whoever read them is told by a new generation."""
+        self.generation += 1
+        self.board.drop(chunks)
+        self._tell()
+        self.poke()
+
+    def say_loading(self, loading: bool) -> None:
+        """Tell the readers whether this instance, or whom it waits for, reads from storage now."""
+        if loading != self._loading:
+            self._loading = loading
+            self._tell()
+
+    def serve(self) -> None:
+        """The image is whole and the engine is ready: be a seed."""
+        self._state = "serving"
+        self._loading = False
+        self._tell()
+        self.poke()
+
+    def reseal(self) -> None:
+        """The image is whole and may hold other weights than before: digest it, then be a seed."""
+        manifest = seal(self.image)
+        self.learn(manifest)
+        for index, digest in enumerate(manifest.digests):
+            self.board.mark(index, digest)
+        self.serve()
+
+    def fence(self) -> None:
+        """The weights are about to change: give nothing, and cut whoever reads the old ones.
+
+        Once they have changed, `reseal` gives them.
+        """
+        self.generation += 1
+        self._manifest = None
+        self._state = "loading"
+        self.board.clear()
+        self._tell()
+        self.poke()
+
+    def news(self, told: tuple[ranges.Range, ...]) -> Progress:
+        """See `rfork.peer.server.PeerHost.news`."""
+        manifest = self._manifest
+        if manifest is not None:
+            chunks = ranges.subtract(self.board.verified, told)
+            return Progress(chunks, self.draining, weights_id=manifest.weights_id, loading=self._loading)
+        draft, digests = self.board.drafted
+        chunks = ranges.subtract(ranges.from_indices(digests), told) if draft is not None else ()
+        told_digests = tuple(digests[index] for index in ranges.indices(chunks))
+        return Progress(chunks, self.draining, told_digests, draft, loading=self._loading)
+
+    def on_change(self, listener: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """Call `listener` after each change of board, manifest, state or readers, on any thread."""
+
+        @contextlib.contextmanager
+        def subscribed() -> Iterator[None]:
+            with self._lock:
+                self._listeners.append(listener)
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._listeners.remove(listener)
+
+        return subscribed()
+
+    def _tell(self) -> None:
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()
+
+
+def seal(image: Image) -> Manifest:
+    """Digest an image that is whole; logs how long it took."""
+    began = time.monotonic()
+    manifest = image.manifest()
+    log.info(
+        "digested",
+        gigabytes=round(image.layout.image_bytes / 1e9, 3),
+        seconds=round(time.monotonic() - began, 3),
+        weights_id=manifest.weights_id,
+    )
+    return manifest

@@ -1,0 +1,251 @@
+"""A checkpoint folder as a source of chunks: which bytes of which file are which bytes of the image.
+
+That works where every stored tensor lies in the module as it does in its file: same type, same shape,
+contiguous. Where one has to be converted, the checkpoint can only be loaded as a whole. The bytes of
+the image that no file holds (rotary tables, masks) are those that the module computed when it was
+built. Runs on the target.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Self
+
+import torch
+from pydantic import JsonValue, TypeAdapter, ValidationError
+from torch import nn
+
+from rfork.errors import CheckpointError, StorageError
+from rfork.image import ranges
+from rfork.image.memory import Image
+from rfork.image.safetensors_header import DTYPES, header_length
+from rfork.storage.checkpoint import INDEX, Checkpoint
+from rfork.storage.files import Cursor, DataFile
+from rfork.wire import StorageKind
+
+ORIGIN_DOMAIN = b"rfork-origin-v1\n"
+SAMPLES = 64
+SAMPLE_BYTES = 4096
+SAMPLE_THREADS = 8
+_header_json: TypeAdapter[dict[str, dict[str, JsonValue]]] = TypeAdapter(dict[str, dict[str, JsonValue]])
+
+Computed = Sequence[tuple[int, torch.Tensor]]
+"""Image offsets and bytes (uint8, 1-D) of what the module computed for itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Image range `[begin, end)`: bytes of a file from `offset` on, or of `computed`."""
+
+    begin: int
+    end: int
+    source: DataFile | memoryview
+    offset: int
+
+
+class NotByteForByte(CheckpointError):
+    """The checkpoint fits the module, but not byte for byte: it can only be loaded as a whole."""
+
+
+class CheckpointChunks:
+    """A checkpoint folder, any range of whose image can be read; see `rfork.storage.base.Storage`.
+
+    `origin` covers: the index file; of each shard its name, its size, its header, and samples of 4 KiB
+    spread evenly over its data, its first and last bytes among them (64 samples in all, and at least two
+    a shard); and all bytes that the module computed for itself. Files that agree in these may still
+    differ elsewhere: whoever goes on with chunks of another reader compares digests of some first.
+    """
+
+    kind: StorageKind = "checkpoint"
+    manifest = None
+
+    def __init__(self, uri: str, origin: str, pieces: Sequence[Piece], files: ExitStack) -> None:
+        self.uri = uri
+        self.origin = origin
+        self._pieces = pieces
+        self._begins = [piece.begin for piece in pieces]
+        self._files = files
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint, module: nn.Module, image: Image, computed: Computed) -> Self:
+        """Map `checkpoint` onto the image of `module`; `computed` is as it was before any transfer.
+
+        Raises CheckpointError (it does not fit the module), NotByteForByte or StorageError.
+        """
+        with ExitStack() as opened:
+            shards: dict[Path, tuple[DataFile, bytes]] = {}
+            for path in checkpoint.shards:
+                file = DataFile(path)
+                opened.callback(file.close)
+                shards[path] = file, _head(file)
+            stored = list(_stored(checkpoint, shards, module, image))
+            pieces = _with_computed(_laid_out(stored), image.layout.image_bytes, computed)
+            origin = _origin(checkpoint.folder, shards, pieces)
+            return cls(checkpoint.folder.resolve().as_uri(), origin, _merged(pieces), opened.pop_all())
+
+    def read(self, begin: int, end: int, into: Sequence[memoryview]) -> None:
+        """See `Storage.read`."""
+        cursor = Cursor(into)
+        at, index = begin, bisect_right(self._begins, begin) - 1
+        while at < end:
+            piece = self._pieces[index]
+            until = min(piece.end, end)
+            views = cursor.take(until - at)
+            offset = piece.offset + at - piece.begin
+            if isinstance(piece.source, DataFile):
+                piece.source.read(offset, views)
+            else:
+                for view in views:
+                    view[:] = piece.source[offset : offset + view.nbytes]
+                    offset += view.nbytes
+            at, index = until, index + 1
+
+    def close(self) -> None:
+        """See `Storage.close`."""
+        self._files.close()
+
+
+def _head(file: DataFile) -> bytes:
+    return file.part(0, min(file.size, header_length(file.part(0, min(file.size, 8)))))
+
+
+def _stored(
+    checkpoint: Checkpoint, shards: dict[Path, tuple[DataFile, bytes]], module: nn.Module, image: Image
+) -> Iterator[Piece]:
+    """Each stored tensor that the image carries, in the order in which a loader would write them."""
+    state = module.state_dict(keep_vars=False)
+    places = _Places(image)
+    for path, names in checkpoint.shards.items():
+        file, head = shards[path]
+        try:
+            entries = _header_json.validate_json(head[8:])
+        except ValidationError as error:
+            raise CheckpointError(f"{path}: its header cannot be read: {error.errors()[0]['msg']}") from None
+        for name in names:
+            tensor = state.get(name)
+            if name not in entries or not isinstance(tensor, torch.Tensor):
+                raise CheckpointError(f"{path} and the model do not both hold {name}")
+            match entries[name]:
+                case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
+                    pass
+                case _:
+                    raise CheckpointError(f"{path}: the entry of {name} cannot be read")
+            if list(tensor.shape) != shape:
+                raise CheckpointError(
+                    f"{path}: {name} has shape {shape}, the model's is {list(tensor.shape)}"
+                )
+            if DTYPES.get(str(tensor.dtype).removeprefix("torch.")) != dtype:
+                raise NotByteForByte(f"{name} is {tensor.dtype} in the model and {dtype} in {path.name}")
+            if not tensor.is_contiguous():
+                raise NotByteForByte(f"{name} is not contiguous in the model")
+            if end - begin != tensor.nbytes or not 0 <= begin <= end <= file.size - len(head):
+                raise CheckpointError(f"{path}: {name} is not within the file")
+            at = places.find(tensor)
+            if at is not None and tensor.nbytes:
+                yield Piece(at, at + tensor.nbytes, file, len(head) + begin)
+
+
+class _Places:
+    """Where memory is in the image."""
+
+    def __init__(self, image: Image) -> None:
+        segments = image.segments(0, image.layout.image_bytes)
+        self._segments = sorted(segments, key=lambda segment: segment.address)
+        self._addresses = [segment.address for segment in self._segments]
+
+    def find(self, tensor: torch.Tensor) -> int | None:
+        """The image offset of a contiguous tensor; None where the image leaves it out."""
+        address = tensor.data_ptr()
+        index = bisect_right(self._addresses, address) - 1
+        if index < 0:
+            return None
+        segment = self._segments[index]
+        inside = address + tensor.nbytes <= segment.address + segment.length
+        return segment.begin + address - segment.address if inside else None
+
+
+def _laid_out(stored: Sequence[Piece]) -> list[Piece]:
+    """The pieces in image order. Of two for the same bytes (tied, and stored twice) the later one counts."""
+    placed = {(piece.begin, piece.end): piece for piece in stored}
+    line = sorted(placed.values(), key=lambda piece: piece.begin)
+    for one, other in pairwise(line):
+        if other.begin < one.end:
+            raise NotByteForByte("the checkpoint stores tensors that overlap in the model")
+    return line
+
+
+def _with_computed(line: Sequence[Piece], image_bytes: int, computed: Computed) -> list[Piece]:
+    """The pieces, and between them what the module computed. Raises NotByteForByte where neither is."""
+    gaps = ranges.subtract([(0, image_bytes)], [(piece.begin, piece.end) for piece in line])
+    pieces = list(line)
+    starts = [begin for begin, _ in computed]
+    for begin, end in gaps:
+        while begin < end:
+            index = bisect_right(starts, begin) - 1
+            first, memory = computed[index] if index >= 0 else (0, torch.empty(0))
+            until = min(end, first + memory.numel())
+            if until <= begin:
+                raise NotByteForByte(f"nothing is stored for the image's bytes from {begin} on")
+            host = memory[begin - first : until - first].cpu().numpy().tobytes()
+            pieces.append(Piece(begin, until, memoryview(host), 0))
+            begin = until
+    return sorted(pieces, key=lambda piece: piece.begin)
+
+
+def _merged(pieces: Sequence[Piece]) -> list[Piece]:
+    """Pieces that touch in image and file are one."""
+    merged: list[Piece] = []
+    for piece in pieces:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and isinstance(piece.source, DataFile)
+            and last.source is piece.source
+            and last.offset + last.end - last.begin == piece.offset
+        ):
+            merged[-1] = Piece(last.begin, piece.end, last.source, last.offset)
+        else:
+            merged.append(piece)
+    return merged
+
+
+def _origin(folder: Path, shards: dict[Path, tuple[DataFile, bytes]], pieces: Sequence[Piece]) -> str:
+    state = hashlib.sha256(ORIGIN_DOMAIN)
+
+    def cover(part: bytes | memoryview) -> None:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+
+    try:
+        cover((folder / INDEX).read_bytes() if (folder / INDEX).is_file() else b"")
+    except OSError as error:
+        raise StorageError(f"{folder / INDEX}: {error.strerror or error}") from None
+    samples = max(2, SAMPLES // len(shards))
+    paths = sorted(shards, key=lambda path: path.name)
+    # Side by side: on a network's disk each of these small reads costs a round trip.
+    with ThreadPoolExecutor(SAMPLE_THREADS, thread_name_prefix="rfork-origin") as pool:
+        for part in pool.map(lambda path: _fingerprint(path.name, *shards[path], samples), paths):
+            cover(part)
+    for piece in pieces:
+        if isinstance(piece.source, memoryview):
+            cover(piece.begin.to_bytes(8, "little"))
+            cover(piece.source)
+    return state.hexdigest()[:32]
+
+
+def _fingerprint(name: str, file: DataFile, head: bytes, samples: int) -> bytes:
+    """A hash of a shard's name, size, header and so many samples of its data."""
+    state = hashlib.sha256(b"%s\n%d\n%d\n" % (name.encode(), file.size, len(head)))
+    state.update(head)
+    room = max(0, file.size - len(head) - SAMPLE_BYTES)
+    length = min(SAMPLE_BYTES, file.size - len(head))
+    for offset in sorted({room * step // (samples - 1) for step in range(samples)}):
+        state.update(file.part(len(head) + offset, length))
+    return state.digest()

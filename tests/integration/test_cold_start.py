@@ -1,0 +1,179 @@
+"""Cold starts of real processes: nobody holds the image, and storage is read once between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from rfork.control.client import PlannerClient
+from rfork.engines.transformers import loaded_model
+from rfork.image.capture import capture
+from rfork.image.chunks import MIB
+from rfork.image.proof import image_sha256
+from rfork.storage.snapshot import write_snapshot
+from rfork.wire import source_kind
+from tests.conftest import StartRfork
+from tests.processes import RforkProcess
+
+READY = r'"event": ?"ready"'
+GATED = 4
+"""Chunks that a gated disk gives before it waits."""
+GATE = f"""
+from rfork.storage.pieces import CheckpointChunks
+real, waited = CheckpointChunks.read, []
+
+def read(self, begin, end, into):
+    if begin >= {GATED * MIB} and not waited:
+        waited.append(open({{gate!r}}).read())
+    real(self, begin, end, into)
+
+CheckpointChunks.read = read
+"""
+"""What a process with a gated disk runs at its start: opening a FIFO waits until somebody writes to it."""
+
+Report = dict[str, object]
+
+
+class Group:
+    """A planner, and instances of one model that start from nothing."""
+
+    def __init__(self, start: StartRfork, model: Path, folder: Path) -> None:
+        self._start = start
+        self._model = model
+        self._gate = folder / "gate"
+        self._patch = folder / "patch"
+        self._patch.mkdir()
+        os.mkfifo(self._gate)
+        (self._patch / "sitecustomize.py").write_text(GATE.format(gate=str(self._gate)))
+        environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "3"}
+        planner = start("planner", "--port", "0", "--json", until=READY, environment=environment)
+        self.url = cast(str, json.loads(planner.wait_for(rf"^.*{READY}.*$").group())["url"])
+        self.client = PlannerClient(self.url)
+
+    def pull(
+        self,
+        *,
+        checkpoint: Path | None = None,
+        gated: bool = False,
+        environment: dict[str, str] | None = None,
+    ) -> RforkProcess:
+        """An instance that stays as a seed once it has its weights."""
+        more = {"RFORK_TRANSPORTS": "http", "RFORK_WINDOW": "1", "RFORK_STALL_S": "5", **(environment or {})}
+        if gated:
+            more["PYTHONPATH"] = str(self._patch)
+        arguments = ["pull", str(self._model), "--name", "tiny", "--planner", self.url]
+        if checkpoint is not None:
+            arguments += ["--checkpoint", str(checkpoint)]
+        return self._start(*arguments, "--json", "--sha256", "--stay", environment=more)
+
+    def release(self) -> None:
+        """Let the gated disk go on."""
+        self._gate.write_text("")
+
+
+def holds(process: RforkProcess, chunks: int) -> None:
+    """Wait until it has verified so many chunks."""
+    process.wait_for(rf"\({chunks} chunks verified\)")
+
+
+def results(processes: Sequence[RforkProcess]) -> list[Report]:
+    """The report of each, as soon as it has its weights."""
+    return [json.loads(process.wait_for(r'^\{"fork_id".*$').group()) for process in processes]
+
+
+def storage_bytes(reports: Sequence[Report]) -> int:
+    return sum(cast(int, report["storage_bytes"]) for report in reports)
+
+
+@pytest.fixture
+def group(rfork_process: StartRfork, tiny_model: Path, tmp_path: Path) -> Iterator[Group]:
+    """A planner that knows nobody yet."""
+    made = Group(rfork_process, tiny_model, tmp_path)
+    yield made
+    made.client.close()
+
+
+@pytest.fixture(scope="session")
+def expected_sha256(tiny_model: Path) -> str:
+    """The hash of the tiny model's tensors, as loaded from its checkpoint."""
+    return image_sha256(capture(loaded_model(tiny_model)))
+
+
+def test_a_cold_group_reads_its_checkpoint_once(group: Group, tiny_model: Path, expected_sha256: str) -> None:
+    """Two follow while the leader's disk is still at work; all have the right bytes, read once in sum."""
+    leader = group.pull(checkpoint=tiny_model, gated=True)
+    holds(leader, GATED)
+    followers = [group.pull(checkpoint=tiny_model) for _ in range(2)]
+    for follower in followers:
+        holds(follower, GATED)
+    group.release()
+    reports = results([leader, *followers])
+    size = cast(int, reports[0]["image_bytes"])
+    assert ([expected_sha256] * 3, ["forked"] * 3, size) == (
+        [report["sha256"] for report in reports],
+        [report["outcome"] for report in reports],
+        storage_bytes(reports),
+    )
+    told = Counter[str]()
+    for view in group.client.forks(model="tiny"):
+        for name, count in (view.finish.sources if view.finish is not None else {}).items():
+            told[source_kind(name)] += count
+    assert {"checkpoint": size, "peer": 2 * size} == told
+
+
+def test_a_leader_that_dies_is_replaced_without_starting_again(
+    group: Group, tiny_model: Path, expected_sha256: str
+) -> None:
+    """SIGKILL in mid-read: one of the others reads on where it stopped, and nothing twice."""
+    leader = group.pull(checkpoint=tiny_model, gated=True)
+    holds(leader, GATED)
+    followers = [group.pull(checkpoint=tiny_model) for _ in range(2)]
+    for follower in followers:
+        holds(follower, GATED)
+    leader.signal(signal.SIGKILL)
+    reports = results(followers)
+    size = cast(int, reports[0]["image_bytes"])
+    assert ([expected_sha256] * 2, ["forked"] * 2, size - GATED * MIB) == (
+        [report["sha256"] for report in reports],
+        [report["outcome"] for report in reports],
+        storage_bytes(reports),
+    )
+
+
+def test_a_checkpoint_that_has_to_be_converted(
+    group: Group, tiny_model: Path, tmp_path: Path, expected_sha256: str
+) -> None:
+    """One converts and loads it whole, and gives the result to the other."""
+    loaded_model(tiny_model).float().save_pretrained(tmp_path / "float32")
+    reports = results([group.pull(checkpoint=tmp_path / "float32") for _ in range(2)])
+    names = {
+        share["source_id"] for report in reports for share in cast(list[dict[str, str]], report["sources"])
+    }
+    assert ([expected_sha256] * 2, reports[0]["image_bytes"], 1) == (
+        [report["sha256"] for report in reports],
+        storage_bytes(reports),
+        len([name for name in names if re.match("loader:file://.*/float32$", name)]),
+    )
+
+
+def test_a_group_shares_a_snapshot(
+    group: Group, tiny_model: Path, tmp_path: Path, expected_sha256: str
+) -> None:
+    """Three instances with a snapshot and without a checkpoint read every byte of it once."""
+    image = capture(loaded_model(tiny_model))
+    path = tmp_path / "snapshot.safetensors"
+    write_snapshot(image, image.manifest(), path)
+    snapshot = {"RFORK_SNAPSHOT": path.as_uri()}
+    reports = results([group.pull(environment=snapshot) for _ in range(3)])
+    assert ([expected_sha256] * 3, reports[0]["image_bytes"]) == (
+        [report["sha256"] for report in reports],
+        storage_bytes(reports),
+    )

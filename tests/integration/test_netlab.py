@@ -1,0 +1,196 @@
+"""Shaped hosts on one machine: what a link lets through, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import netlab
+from benchmarks.netlab import Lab
+
+pytestmark = pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not() or "labs can be made")
+
+RATE = 20e6
+SIZE = 2_000_000
+PATIENCE_S = 60.0
+SERVER = """
+import socket, sys
+with socket.create_server((sys.argv[1], 7000)) as listener:
+    while True:
+        with listener.accept()[0] as connection:
+            connection.sendall(bytes(int(sys.argv[2])))
+"""
+CLIENT = """
+import socket, sys, time
+began = None
+while began is None:
+    try:
+        connection = socket.create_connection((sys.argv[1], 7000), float(sys.argv[2]))
+        began = time.monotonic()
+    except ConnectionRefusedError:  # the server is still starting
+        time.sleep(0.05)
+    except TimeoutError:
+        sys.exit("silence")
+got = 0
+while part := connection.recv(1 << 16):
+    got += len(part)
+print(got, time.monotonic() - began)
+"""
+SENDER = """
+import socket, sys, time
+def connect():
+    while True:
+        try:
+            return socket.create_connection((sys.argv[1], 7001))
+        except ConnectionRefusedError:  # the receiver is still starting
+            time.sleep(0.05)
+with connect(), socket.socket(type=socket.SOCK_DGRAM) as datagrams:
+    for _ in range(200):  # as many as fit into the receiver's buffer
+        datagrams.sendto(b"x", (sys.argv[1], 7001))
+"""
+RECEIVER = """
+import socket, sys
+listener = socket.create_server((sys.argv[1], 7001))
+with socket.socket(type=socket.SOCK_DGRAM) as datagrams:
+    datagrams.bind((sys.argv[1], 7001))
+    with listener.accept()[0] as sender:
+        sender.recv(1)  # its end: all were sent, and nothing overtakes on one link
+    datagrams.setblocking(False)
+    got = 0
+    try:
+        while datagrams.recv(16):
+            got += 1
+    except BlockingIOError:
+        print(got)
+"""
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    """Two hosts, `a` with a server that sends `SIZE` bytes to each caller."""
+    with Lab(["a", "b"], rate=RATE) as lab:
+        lab.start("a", [sys.executable, "-c", SERVER, lab.address("a"), str(SIZE)])
+        yield lab
+
+
+def call(lab: Lab, folder: Path, *, patience_s: float = PATIENCE_S) -> str:
+    """What a client on `b` says of its call to `a`."""
+    said = folder / "said"
+    with said.open("w") as output:
+        client = lab.start(
+            "b", [sys.executable, "-c", CLIENT, lab.address("a"), str(patience_s)], output=output
+        )
+        client.wait(PATIENCE_S)
+    return said.read_text().strip()
+
+
+def test_a_link_carries_no_more_than_its_rate(lab: Lab, tmp_path: Path) -> None:
+    """All bytes arrive, in no less time than the rate allows, but for what the bucket passes at once."""
+    got, seconds = call(lab, tmp_path).split()
+    least_s = (SIZE - 2 * netlab.BURST) * 8 / RATE
+    assert (SIZE, True) == (int(got), float(seconds) >= least_s)
+
+
+def test_traffic_counts_what_a_host_sent_and_received(lab: Lab, tmp_path: Path) -> None:
+    """The payload and no more than a tenth on top, at both ends."""
+    call(lab, tmp_path)
+    sent, received = lab.traffic("a").sent, lab.traffic("b").received
+    assert (True, True) == (SIZE <= sent < 1.1 * SIZE, SIZE <= received < 1.1 * SIZE)
+
+
+def test_a_cut_host_is_silent_until_it_is_healed(lab: Lab, tmp_path: Path) -> None:
+    """No refusal while the link is cut: the caller waits for nothing; afterwards it is served."""
+    call(lab, tmp_path)
+    lab.cut("a")
+    while_cut = call(lab, tmp_path, patience_s=0.5)
+    lab.heal("a")
+    assert ("silence", str(SIZE)) == (while_cut, call(lab, tmp_path).split()[0])
+
+
+def test_a_link_can_be_shaped_anew(lab: Lab, tmp_path: Path) -> None:
+    """A host's rate can be changed while its processes run."""
+    lab.shape("a", rate=RATE / 2)
+    got, seconds = call(lab, tmp_path).split()
+    least_s = (SIZE - 2 * netlab.BURST) * 8 / (RATE / 2)
+    assert (SIZE, True) == (int(got), float(seconds) >= least_s)
+
+
+@pytest.mark.parametrize(("loss", "least", "most"), [(0.0, 200, 200), (0.3, 100, 180)])
+def test_a_link_loses_the_share_of_packets_that_it_is_told_to(
+    lab: Lab, tmp_path: Path, loss: float, least: int, most: int
+) -> None:
+    """Of 200 datagrams about as many arrive as the link lets through."""
+    lab.shape("b", rate=RATE, loss=loss)
+    said = tmp_path / "said"
+    with said.open("w") as output:
+        receiver = lab.start("b", [sys.executable, "-c", RECEIVER, lab.address("b")], output=output)
+        lab.start("a", [sys.executable, "-c", SENDER, lab.address("b")])
+        receiver.wait(PATIENCE_S)
+    got = int(said.read_text())
+    assert True is (least <= got <= most), f"{got} of 200 arrived"
+
+
+def test_all_bytes_arrive_over_a_link_that_loses_packets(lab: Lab, tmp_path: Path) -> None:
+    """TCP sends again what was lost."""
+    lab.shape("a", rate=RATE, loss=0.02)
+    assert str(SIZE) == call(lab, tmp_path).split()[0]
+
+
+def test_nothing_is_left_when_the_block_raises() -> None:
+    """Namespaces and processes are gone, also those that a process of the lab started."""
+    lab = Lab(["a"])
+
+    def broken() -> None:
+        with lab:
+            lab.start("a", ["sh", "-c", "sleep 600 & wait"])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        broken()
+    assert [] == running([lab.namespace("a")])
+
+
+def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
+    """A lab whose owner was SIGKILLed is removed by the next one, with the process that runs in it."""
+    code = (
+        "import os, signal; from benchmarks.netlab import Lab; lab = Lab(['a']).__enter__();"
+        "print(lab.namespace('a'), lab.start('a', ['sleep', '600']).pid, flush=True);"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    namespace, pid = killed.stdout.split()
+    netlab.sweep()
+    assert ([], True) == (running([namespace]), gone(int(pid)))
+
+
+def test_host_names_are_unique() -> None:
+    """Two hosts of one name are refused before anything is made."""
+    with pytest.raises(ValueError, match="a name of its own"):
+        Lab(["a", "a"])
+
+
+def running(namespaces: list[str]) -> list[str]:
+    """Those of the namespaces that exist."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    names = {line.partition(" ")[0] for line in listed.stdout.splitlines()}
+    return [namespace for namespace in namespaces if namespace in names]
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for yet has."""
+    give_up = time.monotonic() + PATIENCE_S
+    while time.monotonic() < give_up:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        os.sched_yield()
+    return False

@@ -1,0 +1,53 @@
+"""Schemathesis against a running planner: whatever is sent, it answers as its OpenAPI document says."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import StartRfork
+
+EXAMPLES = 5
+"""Requests of each kind for each route."""
+SEED = "20260101"
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "missing_required_header",
+    "unsupported_method",
+    "allow_header_conformance",
+    "use_after_free",
+    "ensure_resource_availability",
+    "ignored_auth",
+)
+"""Left out: whether valid data is accepted and invalid data refused. A schema cannot tell that chunk ranges
+lie within `chunk_count`, and numbers may be written as `true` or "1", as pydantic has it.
+"""
+ENDLESS = "/v1/events"
+"""A stream without an end: no answer to wait for. tests/unit/planner/test_events.py reads it."""
+
+
+def test_the_planner_answers_as_its_document_says(rfork_process: StartRfork, tmp_path: Path) -> None:
+    """Good and bad requests to each route, alone and in sequence: no 5xx, no answer that it does not tell."""
+    environment = {"RFORK_PLANNER_TOKEN": "operator-token", "RFORK_PLANNER_BATCH_S": "0.002"}
+    planner = rfork_process(
+        "planner", "--port", "0", "--json", until='"event": ?"ready"', environment=environment
+    )
+    url = json.loads(planner.wait_for(r'^.*"event": ?"ready".*$').group())["url"]
+    command = [
+        sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--no-color",
+        "--header", "Authorization: Bearer operator-token", "--exclude-path", ENDLESS,
+        "--checks", ",".join(CHECKS), "--max-examples", str(EXAMPLES), "--seed", SEED,
+        "--generation-database", "none", "--request-timeout", "10", "--warnings", "off",
+    ]  # fmt: skip
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    assert 0 == run.returncode, run.stdout + run.stderr
+    tested = re.search(r"Tested: +(\d+)", run.stdout)
+    assert tested is not None, run.stdout
+    assert int(tested[1]) >= 15

@@ -1,0 +1,223 @@
+"""Real planners behind TLS, tokens and limits, as clients and sources meet them."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+import trustme
+
+from planner.service import running
+from rfork.control.client import PlannerClient
+from rfork.control.lease import decode_key, verify
+from rfork.errors import LeaseRefused, PlannerRefused, PlannerUnreachable
+from rfork.settings import PlannerSettings, TlsSettings
+from tests.conftest import StartRfork
+from tests.processes import RforkProcess
+from tests.unit.planner.builders import ask, whole
+
+READY = r"planner ready at (\S+)"
+GIVE_UP_S = 30.0
+ROLES = "reader look\ninstance work-1\noperator rule\n"
+OLD, NEW = "o" * 32, "n" * 32
+Files = dict[str, Path]
+StartPlanner = Callable[..., tuple[RforkProcess, str]]
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """PEM files: an authority, certificates of a server and a client by it, one by another authority."""
+    folder = tmp_path_factory.mktemp("tls")
+    ours, others = trustme.CA(), trustme.CA()
+    ours.cert_pem.write_to_path(folder / "ca")
+    for name, leaf in (
+        ("server", ours.issue_cert("127.0.0.1")),
+        ("client", ours.issue_cert("worker.fleet")),
+        ("stranger", others.issue_cert("worker.fleet")),
+    ):
+        leaf.private_key_pem.write_to_path(folder / f"{name}-key")
+        leaf.cert_chain_pems[0].write_to_path(folder / name)
+    return {path.name: path for path in folder.iterdir()}
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    """A tokens file with one token of each role."""
+    path = tmp_path / "tokens"
+    path.write_text(ROLES)
+    return path
+
+
+@pytest.fixture
+def start(rfork_process: StartRfork) -> StartPlanner:
+    """Starts a planner on a free port, with variables of the environment; gives it and its URL."""
+
+    def started(port: int = 0, **environment: str | Path) -> tuple[RforkProcess, str]:
+        variables = {f"RFORK_{name}": str(value) for name, value in environment.items()}
+        process = rfork_process("planner", "--port", str(port), until=READY, environment=variables)
+        return process, process.wait_for(READY)[1]
+
+    return started
+
+
+def server_tls(files: Files) -> dict[str, Path]:
+    """The variables of a planner that speaks TLS."""
+    return {"TLS_CERTIFICATE": files["server"], "TLS_KEY": files["server-key"]}
+
+
+def answer(url: str, token: str | None) -> str:
+    """What a heartbeat with this token gets: its problem, or `ok`."""
+    with PlannerClient(url, token=token) as planner:
+        try:
+            planner.report(whole("s"))
+        except PlannerRefused as error:
+            return error.problem
+    return "ok"
+
+
+def replace(path: Path, content: str) -> None:
+    """Put new content in the file's place at once, as the planner wants it."""
+    successor = path.with_name("successor")
+    successor.write_text(content)
+    successor.replace(path)
+
+
+def ask_until(done: Callable[[], bool]) -> None:
+    """Calls `done`, which sends a request, until it is true; TimeoutError after a while."""
+    give_up = time.monotonic() + GIVE_UP_S
+    while not done():
+        if time.monotonic() > give_up:
+            raise TimeoutError("the planner has not changed")
+
+
+def test_https_shows_who_the_planner_is(start: StartPlanner, files: Files) -> None:
+    """Who trusts its authority is served; who does not, or speaks no TLS, is not."""
+    _, url = start(**server_tls(files))
+    with PlannerClient(url, tls=TlsSettings(ca=files["ca"])) as planner:
+        assert ("https", []) == (url.partition(":")[0], planner.models())
+    for wrong, tls in ((url, TlsSettings()), (url.replace("https", "http"), None)):
+        with PlannerClient(wrong, tls=tls) as planner, pytest.raises(PlannerUnreachable):
+            planner.models()
+
+
+def test_mutual_tls_lets_in_only_who_shows_a_certificate(start: StartPlanner, files: Files) -> None:
+    """None, or one by another authority, ends the handshake, for the health checks too."""
+    _, url = start(**server_tls(files), TLS_CA=files["ca"])
+    ours = TlsSettings(ca=files["ca"], certificate=files["client"], key=files["client-key"])
+    strangers = TlsSettings(ca=files["ca"], certificate=files["stranger"], key=files["stranger-key"])
+    with PlannerClient(url, tls=ours) as planner:
+        assert (True, []) == (planner.ready(), planner.models())
+    for tls in (TlsSettings(ca=files["ca"]), strangers):
+        with PlannerClient(url, tls=tls) as planner, pytest.raises(PlannerUnreachable):
+            planner.ready()
+
+
+def test_a_token_is_asked_for_behind_mutual_tls_too(start: StartPlanner, files: Files, tokens: Path) -> None:
+    """A certificate says that one belongs to the fleet, the token what one may do there."""
+    _, url = start(**server_tls(files), TLS_CA=files["ca"], PLANNER_TOKENS=tokens)
+    context = ssl.create_default_context(cafile=files["ca"])
+    context.load_cert_chain(files["client"], files["client-key"])
+    with httpx.Client(base_url=url, verify=context, trust_env=False) as web:
+        statuses = [
+            web.request(method, "/v1/models", headers={"Authorization": f"Bearer {token}"}).status_code
+            for method, token in (("GET", "look"), ("GET", "wrong"), ("DELETE", "look"))
+        ]
+    assert [200, 401, 403] == statuses
+
+
+def test_each_role_may_what_it_is_for(start: StartPlanner, tokens: Path) -> None:
+    """By the file, beside the token of the settings that may everything."""
+    _, url = start(PLANNER_TOKENS=tokens, PLANNER_TOKEN="all")
+    with PlannerClient(url) as nobody:
+        assert (True, "unauthorized") == (nobody.ready(), answer(url, None))
+    assert ["unauthorized", "forbidden", "ok", "ok", "ok"] == [
+        answer(url, token) for token in ("wrong", "look", "work-1", "rule", "all")
+    ]
+    with PlannerClient(url, token="work-1") as planner:
+        planner.report(whole("t"))  # so that the other is not the last seed, which nobody may drain just so
+    drains = []
+    for token in ("look", "work-1", "rule", "all"):
+        shown = {"Authorization": f"Bearer {token}"}
+        drains.append(httpx.post(f"{url}/v1/instances/s/drain", headers=shown, trust_env=False).status_code)
+    assert [403, 403, 200, 200] == drains
+
+
+def test_tokens_rotate_while_the_planner_runs(start: StartPlanner, tokens: Path) -> None:
+    """The new one opens, the removed one does not; a file that breaks changes nothing and is told of."""
+    process, url = start(PLANNER_TOKENS=tokens)
+    before = [answer(url, token) for token in ("work-1", "work-2")]
+    replace(tokens, ROLES.replace("work-1", "work-2"))
+    ask_until(lambda: answer(url, "work-2") == "ok")
+    after = [answer(url, token) for token in ("work-1", "work-2")]
+    replace(tokens, "instance\n")
+    ask_until(lambda: answer(url, "work-2") != "ok" or "cannot be used" in process.stderr)
+    broken = [answer(url, token) for token in ("work-1", "work-2")]
+    assert (["ok", "unauthorized"], ["unauthorized", "ok"], ["unauthorized", "ok"]) == (before, after, broken)
+    assert (True, False) == (f"{tokens}:1" in process.stderr, "work-2" in process.stderr + process.stdout)
+
+
+def test_a_malformed_tokens_file_ends_the_start(rfork_process: StartRfork, tokens: Path) -> None:
+    """One line that names the file and its line, and shows no token."""
+    tokens.write_text("reader look\nhidden-secret instance\n")
+    process = rfork_process("planner", "--port", "0", environment={"RFORK_PLANNER_TOKENS": str(tokens)})
+    code = process.wait()
+    told = " ".join(process.stderr.split())
+    assert (2, True, False) == (code, f"{tokens}:2" in told.replace(" ", ""), "hidden" in told)
+
+
+def test_leases_outlive_a_change_of_the_secret(start: StartPlanner, free_port: int) -> None:
+    """Signed under the old secret, good at a source that the restarted planner told both keys; not after."""
+    keys: list[list[bytes]] = []
+    leases: list[str] = []
+    for secret in (OLD, f"{NEW},{OLD}", NEW):
+        process, url = start(free_port, PLANNER_SECRET=secret)
+        with PlannerClient(url) as planner:
+            keys.append([decode_key(key) for key in planner.report(whole("s")).lease_keys])
+            leases.append(planner.ask(ask("a")).routes[0].lease.token)
+        process.stop()
+    first, second, _ = leases
+    assert [1, 2, 1] == [len(each) for each in keys]
+    assert ["fork-a"] * 4 == [
+        verify(token, by, source_id="s").fork_id
+        for token, by in ((first, keys[0]), (first, keys[1]), (second, keys[1]), (second, keys[2]))
+    ]
+    for token, by in ((first, keys[2]), (second, keys[0])):
+        with pytest.raises(LeaseRefused, match="forged"):
+            verify(token, by, source_id="s")
+
+
+def test_the_limits_of_the_settings_hold() -> None:
+    """A body above `max_body`, and more requests than `rate_limit` gives for two seconds."""
+    chosen = PlannerSettings(port=0, max_body=100, rate_limit=0.01)
+    with running(chosen) as url, httpx.Client(base_url=url, trust_env=False) as web:
+        answers = [web.put("/v1/instances/s", content=b" " * 101), web.get("/v1/models"), web.get("/healthz")]
+    assert ([413, 429, 200], True) == (
+        [each.status_code for each in answers],
+        90 < int(answers[1].headers["retry-after"]) <= 100,
+    )
+
+
+def test_a_tokens_file_counts_as_a_guard(tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Bound beyond loopback with it, no warning is due; and without a token nobody is let in."""
+    with running(PlannerSettings(port=0, bind="0.0.0.0", tokens=tokens)) as url:
+        status = httpx.get(f"{url.replace('0.0.0.0', '127.0.0.1')}/v1/models", trust_env=False).status_code
+    assert (401, []) == (status, [each for each in caplog.records if each.levelname == "WARNING"])
+
+
+@pytest.mark.parametrize("encoding", ["Content-Length: 200000", "Transfer-Encoding: chunked"])
+def test_a_refused_body_ends_its_connection(encoding: str) -> None:
+    """The answer comes while most of the body is still on its way, and then the end of the stream."""
+    with running(PlannerSettings(port=0, max_body=100)) as url:
+        host, _, port = url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=GIVE_UP_S) as connection:
+            piece = b"ff\r\n" + b" " * 255 + b"\r\n" if "chunked" in encoding else b" " * 255
+            connection.sendall(
+                f"PUT /v1/instances/s HTTP/1.1\r\nHost: x\r\n{encoding}\r\n\r\n".encode() + piece
+            )
+            told = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert (b"HTTP/1.1 413", True) == (told[:12], b"body-too-large" in told)

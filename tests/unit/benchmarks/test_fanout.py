@@ -1,0 +1,154 @@
+"""The cases of the fan-out benchmark, and what is made of their outcomes; the runs are integration tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from benchmarks import fanout, fanout_wire
+from benchmarks.fanout import all_cases, figures, parse, quick_cases, rows_of, warnings
+from benchmarks.fanout_node import module_of
+from benchmarks.fanout_run import Case, Outcome, doubling
+from benchmarks.fanout_wire import Answer, Command
+from benchmarks.netlab import Traffic
+from rfork.image.capture import capture
+from rfork.image.proof import image_sha256
+
+SIZE = 1000
+UNIT_S = 2.0
+GO = 50.0
+
+
+def outcome(ends: Mapping[str, tuple[float, float]], sent: int = SIZE, busy: float = 0.5) -> Outcome:
+    """A run whose targets began and ended so many seconds after the go."""
+    answers = {host: Answer(began=GO + began, ended=GO + end) for host, (began, end) in ends.items()}
+    traffic = {"seed0": Traffic(sent, 10), **dict.fromkeys(ends, Traffic(SIZE // 2, SIZE))}
+    return Outcome(GO, answers, traffic, busy, busy / 2)
+
+
+def test_doubling_gives_in_waves_of_one_two_and_four() -> None:
+    """In each wave everybody who is complete gives to the one that is as far on as the wave is wide."""
+    expected = {0: [1, 2, 4], 1: [3, 5], 2: [6], 3: [7], 4: [], 5: [], 6: [], 7: []}
+    assert expected == doubling(7)
+
+
+@pytest.mark.parametrize("targets", [1, 2, 6, 15, 20])
+def test_doubling_serves_every_target_once(targets: int) -> None:
+    """Also where the last wave is not full."""
+    assert list(range(1, targets + 1)) == sorted(
+        taker for takers in doubling(targets).values() for taker in takers
+    )
+
+
+def test_a_case_says_who_is_late_and_who_is_slow() -> None:
+    """The last ones are late, those in the middle slow."""
+    case = Case("rfork", 5, late=2, slow=1)
+    assert (("t03", "t04"), ("t02",)) == (case.late_hosts, case.slow_hosts)
+
+
+@pytest.mark.parametrize(
+    ("case", "bound"),
+    [
+        (Case("rfork", 7), 1.0),
+        (Case("rfork", 7, slow=1), 4.0),
+        (Case("rfork", 1, seeds=2, seed_rate=0.5), 1.0),
+        (Case("rfork", 1, seeds=2, seed_rate=0.25), 2.0),
+    ],
+)
+def test_the_bound_is_what_the_slowest_links_allow(case: Case, bound: float) -> None:
+    """The target's own link, or those of all its seeds together."""
+    assert bound == case.bound
+
+
+def test_cases_have_names_of_their_own() -> None:
+    """Or two of them would be one contender."""
+    cases = all_cases((1, 3, 7, 15))
+    assert len(cases) == len({case.name for case in cases})
+
+
+def test_all_cases_ask_every_question_of_the_issue() -> None:
+    """Three modes at every size, two seeds, late joiners, a slow link, and stripes."""
+    expected = [
+        "rfork, N = 3", "rfork, N = 7", "star, N = 3", "star, N = 7", "doubling, N = 3", "doubling, N = 7",
+        "rfork, N = 3, 2 seeds", "rfork, N = 3, 1 late", "rfork, N = 3, 1 slow",
+        "rfork, N = 1, 2 seeds of 0.5 rate", "rfork, N = 1, 4 seeds of 0.25 rate",
+    ]  # fmt: skip
+    assert expected == [case.name for case in all_cases((3, 7))]
+
+
+def test_figures_are_times_in_the_seconds_of_one_link() -> None:
+    """Medians of the rounds over S/B; the most that any host sent; the worst of the stripes."""
+    runs = {
+        Case("rfork", 3): [
+            outcome({"t00": (0, end)}, sent) for end, sent in ((2.2, 1000), (3, 1020), (2.4, 990))
+        ],
+        Case("star", 3): [outcome({"t00": (0, 6)}, 3000)],
+        Case("rfork", 2, late=1): [outcome({"t00": (0, 2), "t01": (0.5, 2.7)})],
+        Case("rfork", 3, slow=1): [outcome({"t00": (0, 2.4), "t01": (0, 9), "t02": (0, 2.5)})],
+        Case("rfork", 1, seeds=2, seed_rate=0.5): [outcome({"t00": (0, 2.2)}, 500)],
+        Case("rfork", 1, seeds=2, seed_rate=0.25): [outcome({"t00": (0, 4.2)}, 500)],
+    }  # fmt: skip
+    expected = {
+        "fanout_n3": 1.2,
+        "fanout_star_n3": 3.0,
+        "fanout_late": 1.35,
+        "fanout_late_joiner": 1.1,
+        "fanout_slow": 4.5,
+        "fanout_slow_rest": 1.25,
+        "stripe_2_vs_bound": 1.05,
+        "fanout_max_egress": 1.0,
+        "stripe_vs_bound": 1.1,
+    }
+    assert pytest.approx(expected) == figures(runs, SIZE, UNIT_S)
+
+
+def test_a_row_has_the_efficiency_and_the_most_that_a_host_sent_and_received() -> None:
+    """In multiples of S/B and S."""
+    (row,) = rows_of(Case("rfork", 1), [outcome({"t00": (0, 2.5)}, sent=1100)], SIZE, UNIT_S)
+    assert (1.25, 0.8, 1.1, 1.0) == (row["T in S/B"], row["eta"], row["sent"], row["received"])
+
+
+@pytest.mark.parametrize(("busy", "lines"), [(0.89, 0), (0.95, 1)])
+def test_processors_that_are_all_busy_are_told_of(busy: float, lines: int) -> None:
+    """Then the links alone are not what was measured."""
+    assert lines == len(warnings({Case("rfork", 1): [outcome({"t00": (0, 2)}, busy=busy)]}))
+
+
+def test_the_quick_form_is_small_and_runs_once() -> None:
+    """A smaller image, few cases, one round, unless asked otherwise."""
+    options, links, cases = parse(["--quick", "--rate", "100"])
+    assert (1, 64 << 20, 100e6, quick_cases()) == (options.rounds, links.size, links.rate, cases)
+
+
+def test_cases_can_be_picked_by_name() -> None:
+    """By a regular expression."""
+    _, _, cases = parse(["--targets", "3", "7", "--only", "N = 7$"])
+    assert [Case("rfork", 7), Case("star", 7), Case("doubling", 7)] == cases
+
+
+@pytest.mark.parametrize("size", [1, 4096, (9 << 20) + 5])
+def test_a_module_is_as_large_as_asked(size: int) -> None:
+    """To the byte, so that the number of chunks is the one that was meant."""
+    assert size == capture(module_of(size, filled=False)).layout.image_bytes
+
+
+def test_seeds_hold_the_same_bytes_and_targets_none_of_them() -> None:
+    """Filled modules are equal, empty ones differ from them; the layout is one."""
+    one, two, empty = (capture(module_of(5 << 20, filled=filled)) for filled in (True, True, False))
+    assert (image_sha256(one), one.layout) == (image_sha256(two), empty.layout)
+    assert image_sha256(one) != image_sha256(empty)
+
+
+def test_messages_survive_the_wire() -> None:
+    """Commands and answers are read as they were written."""
+    command, answer = Command("fork", "model"), Answer(ended=2.0, points=((1.0, 5), (2.0, 9)))
+    assert (command, answer) == (
+        fanout_wire.command(fanout_wire.line(command)),
+        fanout_wire.answer(fanout_wire.line(answer)),
+    )
+
+
+def test_the_physical_limit_has_a_row() -> None:
+    """S/B itself, in seconds."""
+    assert {"case": "limit: a TCP socket", "T in S/B": 1.0, "seconds": 2.0} == fanout.limit_row(UNIT_S)

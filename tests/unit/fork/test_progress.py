@@ -1,0 +1,46 @@
+"""The meter: the best rate over about a second, and how close to it the whole transfer came."""
+
+from __future__ import annotations
+
+import pytest
+
+from rfork.fork.progress import Meter
+
+Points = list[tuple[float, int]]
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([], None),
+        ([(0.0, 0), (0.9, 900)], None),
+        ([(0.0, 0), (1.0, 100)], 100.0),
+        ([(0.0, 0), (1.0, 100), (2.0, 500), (3.0, 600)], 400.0),
+        ([(0.0, 0), (0.5, 100), (1.0, 500), (1.5, 900), (2.0, 1000)], 800.0),
+        ([(0.0, 0), (0.5, 0), (1.1, 0), (4.0, 800)], 275.86),
+    ],
+    ids=["nothing", "too short", "one window", "a burst", "between windows", "late"],
+)
+def test_the_best_rate(points: Points, expected: float | None) -> None:
+    """Of all windows of at least a second the fastest counts."""
+    meter = Meter(window_s=1.0)
+    for now, total in points:
+        meter.add(now, total)
+    assert expected == (None if meter.best is None else round(meter.best, 2))
+
+
+@pytest.mark.parametrize(
+    ("points", "nbytes", "seconds", "expected"),
+    [
+        ([(0.0, 0), (1.0, 400), (2.0, 500)], 500, 2.0, 0.625),
+        ([(0.0, 0), (0.5, 400)], 400, 0.5, None),
+        ([(0.0, 0), (1.0, 400)], 400, 0.0, None),
+    ],
+    ids=["measured", "too short", "no time"],
+)
+def test_efficiency(points: Points, nbytes: int, seconds: float, expected: float | None) -> None:
+    """The mean rate against the best one, where both are known."""
+    meter = Meter(window_s=1.0)
+    for now, total in points:
+        meter.add(now, total)
+    assert expected == meter.efficiency(nbytes, seconds)

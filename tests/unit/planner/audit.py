@@ -1,0 +1,194 @@
+"""What must hold of every plan, checked against the definitions and not by the policy's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from planner.fleet import Decision, Demand, Group, Source
+from rfork.image.ranges import Range, count, indices, intersect, normalise, subtract
+from tests.unit.planner.builders import applied
+
+Name = tuple[str | None, str | None]
+"""weights_id and draft: what tells chunks of one image from those of another."""
+
+
+def violations(
+    fleet: Group, demands: Sequence[Demand], decisions: Mapping[str, Decision], now: float
+) -> list[str]:
+    """One line for each promise that the decisions break; none where all hold."""
+    after = applied(fleet, demands, decisions)
+    found: list[str] = []
+    for demand in demands:
+        decision = decisions[demand.fork_id]
+        found += (f"{demand.fork_id}: {each}" for each in _of_one(after, demands, demand, decisions, now))
+        found += (f"{demand.fork_id}: {each}" for each in _unfed(fleet, after, demands, demand, decisions))
+        found += (f"{demand.fork_id}: {each}" for each in _read_twice(after, demand, demands, decisions, now))
+    for source_id in {each.source_id for decision in decisions.values() for each in decision.assignments}:
+        readers, most = len(after.readers[source_id]), after.sources[source_id].max_readers
+        if readers > most:
+            found.append(f"{source_id} has {readers} readers of {most}")
+    return found
+
+
+def missing(demand: Demand) -> tuple[Range, ...]:
+    """The chunks that the target has to get; those without a name may be of other weights."""
+    return subtract([(0, demand.target.chunk_count)], held(demand.target))
+
+
+def held(source: Source) -> tuple[Range, ...]:
+    """The chunks that somebody may give: nobody can tell what chunks without a name are."""
+    return source.verified if source.weights_id or source.draft else ()
+
+
+def covered(decision: Decision) -> tuple[Range, ...]:
+    """The chunks that the decision assigns to anybody."""
+    return normalise(chunk for chunks in _parts(decision) for chunk in chunks)
+
+
+def _parts(decision: Decision) -> list[tuple[Range, ...]]:
+    peers = [each.chunks for each in decision.assignments]
+    return peers + [chunks for _, chunks in decision.storage]
+
+
+def _of_one(
+    after: Group, demands: Sequence[Demand], demand: Demand, decisions: Mapping[str, Decision], now: float
+) -> Iterator[str]:
+    """What can be seen of a decision by itself."""
+    target, decision = demand.target, decisions[demand.fork_id]
+    names = _names(demands, decisions)
+    if count(covered(decision)) != sum(count(chunks) for chunks in _parts(decision)):
+        yield "a chunk is assigned twice"
+    if subtract(covered(decision), missing(demand)):
+        yield "a chunk is assigned that is not missing"
+    if not covered(decision) and not decision.reason:
+        yield "nothing is assigned, and no reason is given"
+    if held(target) and covered(decision) and target.weights_id not in (None, decision.weights_id):
+        yield "the target holds other weights"
+    for each in decision.assignments:
+        source = after.sources[each.source_id]
+        for obstacle in _obstacles(source, demand, now):
+            yield f"reads from {each.source_id}, which {obstacle}"
+        if not _same(names.get(each.source_id, (source.weights_id, source.draft)), (decision.weights_id, decision.draft)):
+            yield f"reads other weights from {each.source_id}"
+        if each.transports != tuple(name for name in target.transports if name in source.transports):
+            yield f"has other transports than it shares with {each.source_id}"
+    for storage, chunks in decision.storage:
+        if storage not in target.storage or target.instance_id in demand.blamed:
+            yield "reads from storage that it cannot read"
+        whole = not decision.assignments and chunks == ((0, target.chunk_count),)
+        if storage.kind == "loader" and (held(target) or not whole):
+            yield "calls its loader for a part"
+        if storage.kind == "snapshot" and storage.weights_id != decision.weights_id:
+            yield "reads a snapshot of other weights"
+        mixed = bool(held(target) or decision.assignments)
+        if storage.kind == "checkpoint" and mixed and storage.origin != decision.draft:
+            yield "mixes its checkpoint with chunks of other files"
+
+
+def _obstacles(source: Source, demand: Demand, now: float) -> Iterator[str]:
+    target = demand.target
+    before = {share.source_id for share in demand.current}
+    if source.instance_id == target.instance_id:
+        yield "is itself"
+    if now >= source.expires_at:
+        yield "is dead"
+    if source.state == "draining" and source.instance_id not in before:
+        yield "drains"
+    if now < source.quarantined_until:
+        yield "is quarantined"
+    if source.instance_id in demand.blamed:
+        yield "is blamed"
+    if (source.layout_id, source.chunk_count) != (target.layout_id, target.chunk_count):
+        yield "has another layout"
+    if not set(source.transports) & set(target.transports):
+        yield "shares no transport"
+
+
+def _unfed(
+    fleet: Group,
+    after: Group,
+    demands: Sequence[Demand],
+    demand: Demand,
+    decisions: Mapping[str, Decision],
+) -> Iterator[str]:
+    """Chunks that lead to nobody who has them or reads them from storage, or only in a circle."""
+    targets = {each.target.instance_id for each in demands}
+    believed = {
+        share.source_id
+        for share in demand.current
+        # After a restart nobody's own reads are known until it asks: its reader's word counts.
+        if share.source_id not in targets and not fleet.shares.get(share.source_id)
+    }
+    for each in decisions[demand.fork_id].assignments:
+        if each.source_id in believed:
+            continue
+        for chunk in indices(each.chunks):
+            if not _leads(after, each.source_id, chunk, {demand.target.instance_id}):
+                yield f"waits for ever for chunk {chunk} behind {each.source_id}"
+                break
+
+
+def _leads(after: Group, instance_id: str, chunk: int, passed: set[str]) -> bool:
+    line = [instance_id]
+    while line:
+        name = line.pop()
+        source = after.sources.get(name)
+        if name in passed or source is None:
+            continue
+        passed.add(name)
+        if any(begin <= chunk < end for begin, end in held(source)):
+            return True
+        for share in after.shares.get(name, ()):
+            if any(begin <= chunk < end for begin, end in share.chunks):
+                if share.source_id == name:
+                    return True
+                line.append(share.source_id)
+    return False
+
+
+def _read_twice(
+    after: Group,
+    demand: Demand,
+    demands: Sequence[Demand],
+    decisions: Mapping[str, Decision],
+    now: float,
+) -> Iterator[str]:
+    """Chunks newly read from storage that somebody the target could read from reads there too."""
+    own, decision = demand.target.instance_id, decisions[demand.fork_id]
+    kept = [chunk for share in demand.current if share.source_id == own for chunk in share.chunks]
+    if kept and any(storage.kind == "loader" for storage, _ in decision.storage):
+        return  # it cannot go on with a part
+    new = subtract((chunk for _, chunks in decision.storage for chunk in chunks), kept)
+    names = _names(demands, decisions)
+    for name, shares in after.shares.items():
+        source = after.sources.get(name)
+        if source is None or name == own or any(_obstacles(source, demand, now)):
+            continue
+        if not _same(names.get(name, (source.weights_id, source.draft)), (decision.weights_id, decision.draft)):
+            continue
+        there = [chunk for share in shares if share.source_id == name for chunk in share.chunks]
+        if intersect(new, there) and not (new == missing(demand) and _only_whole(after, demand, now)):
+            yield f"reads from storage what {name} reads there"
+
+
+def _only_whole(after: Group, demand: Demand, now: float) -> bool:
+    """Whether nobody gives some of the chunks, so that files which cannot be mixed are read whole."""
+    fit = [name for name, source in after.sources.items() if not any(_obstacles(source, demand, now))]
+    return not all(
+        any(_leads(after, name, chunk, {demand.target.instance_id}) for name in fit)
+        for chunk in indices(missing(demand))
+    )
+
+
+def _names(demands: Sequence[Demand], decisions: Mapping[str, Decision]) -> dict[str, Name]:
+    """By target: what it was told to read."""
+    told = {each.target.instance_id: decisions[each.fork_id] for each in demands}
+    return {name: (decision.weights_id, decision.draft) for name, decision in told.items()}
+
+
+def _same(left: Name, right: Name) -> bool:
+    """Whether chunks by these names may be of one image; no name fits all."""
+    for one, other in zip(left, right, strict=True):
+        if one and other:
+            return one == other
+    return not any(left) or not any(right)

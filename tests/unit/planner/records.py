@@ -1,0 +1,27 @@
+"""Short ways to build what the planner keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from planner.store.records import ForkRecord, GroupKey, InstanceRecord
+from rfork.wire import ForkFinish, Rank
+from tests.unit.planner.builders import whole
+
+GROUP: Final[GroupKey] = ("m", Rank().key)
+FORKED: Final = ForkFinish(outcome="forked", seconds=1, bytes_read=1)
+
+
+def instance(name: str, *, seen_at: float = 0.0, **changes: object) -> InstanceRecord:
+    """A seed's record, forgotten after ten seconds of silence; `changes` are of its report."""
+    return InstanceRecord(whole(name, **changes), seen_at=seen_at, forget_s=10.0)
+
+
+def fork(name: str, *, ended: bool = False, **changes: object) -> ForkRecord:
+    """The record of fork `name`, whose target is `of-name`."""
+    record = ForkRecord(
+        fork_id=name, instance_id=f"of-{name}", model=GROUP[0], rank=Rank(), chunk_count=1, image_bytes=1,
+        asked_at=0.0, planned_at=0.0, seen_at=0.0, finish=FORKED if ended else None,
+    )  # fmt: skip
+    return replace(record, **changes)  # type: ignore[arg-type]  # each test names fields of ForkRecord

@@ -1,0 +1,387 @@
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from planner.app import create_app
+from rfork.control.client import PlannerClient
+from rfork.settings import PlannerSettings
+from tests.unit.planner.app_transport import AppTransport
+from tests.unit.planner.builders import FakeTime, ask, whole
+
+KEY = "qwen3$bf16$kv_both$0$1"
+SEED = {"SEED_IP": "10.0.0.7", "SEED_PORT": "4000", "SEED_RANK": "1"}
+OTHER = {"SEED_IP": "10.0.0.8", "SEED_PORT": "4000", "SEED_RANK": "1"}
+SEED_ID = "ascend:10.0.0.7:4000:1"
+
+
+def add(
+    web: httpx.Client, seed: dict[str, str] = SEED, *, key: str = KEY, references: str = "0"
+) -> httpx.Response:
+    """Register a seed, or send its heartbeat."""
+    return web.post("/add_seed", headers={**seed, "SEED_KEY": key, "SEED_REFCNT": references})
+
+
+def get(web: httpx.Client, key: str = KEY) -> httpx.Response:
+    """Ask for a seed."""
+    return web.get("/get_seed", headers={"SEED_KEY": key})
+
+
+def lease(web: httpx.Client, key: str = KEY) -> dict[str, str]:
+    """The headers that name a lease, as the client sends them back."""
+    answer = get(web, key)
+    assert 200 == answer.status_code
+    return {name: answer.headers[name] for name in ("SEED_IP", "SEED_PORT", "SEED_RANK", "USER_ID")}
+
+
+def put(web: httpx.Client, held: dict[str, str]) -> int:
+    """Give a lease back; the status."""
+    return web.post("/put_seed", headers=held).status_code
+
+
+def renew(web: httpx.Client, held: dict[str, str]) -> int:
+    """Renew a lease; the status."""
+    return web.post("/renew_seed_lease", headers=held).status_code
+
+
+def remove(web: httpx.Client, seed: dict[str, str] = SEED, key: str = KEY) -> int:
+    """Remove a seed; the status."""
+    return web.post("/remove_seed", headers={**seed, "SEED_KEY": key}).status_code
+
+
+def listed(planner: PlannerClient) -> dict[str, str]:
+    """State by id of the instances that the planner lists."""
+    return {view.report.instance_id: view.report.state for view in planner.instances()}
+
+
+# -- the table of the protocol --------------------------------------------------------------------
+
+
+def test_get_seed_answers_in_headers_alone(web: httpx.Client) -> None:
+    """Address and rank of the seed, the lease's name and its time to live; no body."""
+    add(web)
+    answer = get(web)
+    told = {name: answer.headers[name] for name in (*SEED, "LEASE_TTL_SEC")}
+    assert (200, b"", {**SEED, "LEASE_TTL_SEC": "30"}, 32) == (
+        answer.status_code, answer.content, told, len(answer.headers["USER_ID"]),
+    )  # fmt: skip
+
+
+def test_the_statuses_of_one_seeds_life(web: httpx.Client) -> None:
+    """Each call of the table, in an order that meets each of its answers."""
+    never = {**SEED, "USER_ID": "nobody"}
+    statuses = [get(web).status_code, remove(web), put(web, never), renew(web, never), add(web).status_code]
+    held = lease(web)
+    statuses += [renew(web, held), get(web).status_code, remove(web), put(web, held), put(web, held)]
+    statuses += [renew(web, held), add(web).status_code, remove(web), remove(web)]
+    assert [404, 404, 404, 404, 200, 200, 404, 409, 200, 404, 404, 200, 200, 404] == statuses
+
+
+def test_every_answer_is_without_a_body(web: httpx.Client) -> None:
+    """Granted, refused or malformed: these clients parse no body."""
+    answers = [add(web), get(web), get(web), get(web, "other"), web.get("/get_seed"), web.post("/put_seed")]
+    assert [(200, b""), (200, b""), (404, b""), (404, b""), (400, b""), (400, b"")] == [
+        (answer.status_code, answer.content) for answer in answers
+    ]
+
+
+ADD = {**SEED, "SEED_KEY": KEY, "SEED_REFCNT": "0"}
+BAD = [
+    ("GET", "/get_seed", {}, "SEED_KEY is missing"),
+    ("GET", "/get_seed", {"SEED_KEY": ""}, "SEED_KEY is missing"),
+    ("GET", "/get_seed", {"SEED_KEY": "k" * 501},
+     "SEED_KEY is not at most 500 printable characters of ASCII"),
+    ("GET", "/get_seed", {"SEED_KEY": "caf\xe9"},
+     "SEED_KEY is not at most 500 printable characters of ASCII"),
+    ("GET", "/get_seed", {"SEED_KEY": "a\x07b"},
+     "SEED_KEY is not at most 500 printable characters of ASCII"),
+    ("POST", "/add_seed", {**ADD, "SEED_IP": "seed.example"}, "SEED_IP is no IP address"),
+    ("POST", "/add_seed", {**ADD, "SEED_IP": "10.0.0.7; x"}, "SEED_IP is no IP address"),
+    ("POST", "/add_seed", {**ADD, "SEED_IP": "fe80::1%eth0"},
+     "SEED_IP has a scope, which means nothing on another machine"),
+    ("POST", "/add_seed", {**ADD, "SEED_PORT": "0"}, "SEED_PORT is no number from 1 to 65535"),
+    ("POST", "/add_seed", {**ADD, "SEED_PORT": "65536"}, "SEED_PORT is no number from 1 to 65535"),
+    ("POST", "/add_seed", {**ADD, "SEED_PORT": "+80"}, "SEED_PORT is no number from 1 to 65535"),
+    ("POST", "/add_seed", {**ADD, "SEED_RANK": "-1"}, "SEED_RANK is no number from 0 to 999999"),
+    ("POST", "/add_seed", {**ADD, "SEED_RANK": "\xb2"}, "SEED_RANK is no number from 0 to 999999"),
+    ("POST", "/add_seed", {**ADD, "SEED_REFCNT": "9" * 5000}, "SEED_REFCNT is no number from 0 to 999999"),
+    ("POST", "/add_seed", {**SEED, "SEED_KEY": KEY}, "SEED_REFCNT is missing"),
+    ("POST", "/put_seed", SEED, "USER_ID is missing"),
+    ("POST", "/put_seed", {**SEED, "USER_ID": "a b"}, "USER_ID is none that a planner gives"),
+    ("POST", "/renew_seed_lease", {"USER_ID": "u"}, "SEED_IP is missing"),
+    ("POST", "/remove_seed", SEED, "SEED_KEY is missing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path", "headers", "reason"), BAD)
+def test_a_header_that_cannot_be_used_is_named(
+    web: httpx.Client, method: str, path: str, headers: dict[str, str], reason: str
+) -> None:
+    """400, never 422; the reason stands in a header and repeats no value."""
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    answer = web.request(method, path, headers=raw)
+    assert (400, reason) == (answer.status_code, answer.headers["RFORK_REASON"])
+
+
+def test_a_header_that_comes_twice_is_refused(web: httpx.Client) -> None:
+    """A proxy and the planner could each believe another one."""
+    answer = web.request("GET", "/get_seed", headers=[("SEED_KEY", "a"), ("SEED_KEY", "b")])
+    assert (400, "SEED_KEY is given more than once") == (answer.status_code, answer.headers["RFORK_REASON"])
+
+
+# -- leases ---------------------------------------------------------------------------------------
+
+
+def test_two_clients_never_hold_one_seed(web: httpx.Client) -> None:
+    """Each seed takes one reader; the place is free again once it is given back."""
+    add(web)
+    add(web, OTHER)
+    held = [lease(web), lease(web)]
+    full = get(web).status_code
+    put(web, held[0])
+    assert ({"10.0.0.7", "10.0.0.8"}, 404, held[0]["SEED_IP"]) == (
+        {each["SEED_IP"] for each in held}, full, lease(web)["SEED_IP"],
+    )  # fmt: skip
+
+
+async def test_of_many_that_ask_at_once_one_gets_the_seed(app: FastAPI) -> None:
+    """The others are told that there is none, without waiting for it."""
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(base_url="http://planner", transport=transport) as client:
+        await client.post("/add_seed", headers=ADD)
+        asked = [client.get("/get_seed", headers={"SEED_KEY": KEY}) for _ in range(16)]
+        assert Counter({404: 15, 200: 1}) == Counter(
+            answer.status_code for answer in await asyncio.gather(*asked)
+        )
+
+
+def test_a_key_is_matched_whole(web: httpx.Client) -> None:
+    """Rank and address do not matter for the match, one character of the key does."""
+    add(web)
+    assert [404, 404, 200] == [get(web, key).status_code for key in (KEY + "$draft", KEY.lower()[:-1], KEY)]
+
+
+def test_a_seed_on_the_clients_own_host_comes_first(web: httpx.Client) -> None:
+    """The bytes then pass no network."""
+    add(web)
+    add(web, {**SEED, "SEED_IP": "127.0.0.1"})
+    add(web, OTHER)
+    assert "127.0.0.1" == lease(web)["SEED_IP"]
+
+
+def test_a_seed_at_an_ipv6_address_is_told_as_it_was(web: httpx.Client) -> None:
+    """What the client connects to, and gives back."""
+    add(web, {**SEED, "SEED_IP": "fd00::7"})
+    held = lease(web)
+    assert ("fd00::7", 200) == (held["SEED_IP"], put(web, held))
+
+
+def test_a_lease_is_bound_to_its_seed(web: httpx.Client) -> None:
+    """Another seed's address with the right user ends and renews nothing."""
+    add(web)
+    add(web, OTHER)
+    held = lease(web)
+    other = OTHER if held["SEED_IP"] == SEED["SEED_IP"] else SEED
+    wrong = {**other, "USER_ID": held["USER_ID"]}
+    assert (404, 404, 200) == (put(web, wrong), renew(web, wrong), renew(web, held))
+
+
+def test_a_lease_lapses_unless_it_is_renewed(web: httpx.Client, time: FakeTime) -> None:
+    """Renewed each third of its time it lives on; left alone its place is free after the whole."""
+    add(web)
+    held = lease(web)
+    renewed = []
+    for _ in range(9):
+        time.now += 10
+        add(web)
+        renewed.append(renew(web, held))
+    time.now += 29
+    still = get(web).status_code
+    time.now += 2
+    assert ([200] * 9, 404, 404, 200) == (renewed, still, renew(web, held), get(web).status_code)
+
+
+def test_a_lease_lives_as_long_as_was_told(web: httpx.Client, time: FakeTime) -> None:
+    """Longer than an instance of rfork's own may be silent: these clients send nothing else meanwhile."""
+    add(web)
+    held = lease(web)
+    add(web)
+    time.now += 29
+    assert 200 == renew(web, held)
+
+
+def test_a_lease_that_lapsed_cannot_be_given_back(web: httpx.Client, time: FakeTime) -> None:
+    """Whoever got the place since keeps it."""
+    add(web)
+    held = lease(web)
+    time.now += 31
+    now_held = lease(web)
+    assert (404, 200) == (put(web, held), renew(web, now_held))
+
+
+def test_a_lease_ends_with_its_seed(web: httpx.Client, time: FakeTime) -> None:
+    """A seed that fell silent is not read from for ever, though its reader renews."""
+    add(web)
+    held = lease(web)
+    renewed = []
+    for _ in range(8):
+        time.now += 10
+        renewed.append(renew(web, held))
+    assert ([200] * 7 + [404], 404) == (renewed, put(web, held))
+
+
+# -- seeds ----------------------------------------------------------------------------------------
+
+
+def test_a_seed_lives_from_heartbeat_to_heartbeat(
+    web: httpx.Client, planner: PlannerClient, time: FakeTime
+) -> None:
+    """One each 30 s is enough, and one may get lost; after 75 s of silence it is forgotten."""
+    add(web)
+    time.now += 74
+    alive = get(web).status_code
+    time.now += 31
+    assert (200, 404, {}) == (alive, get(web).status_code, listed(planner))
+
+
+def test_a_planner_that_restarted_knows_a_seed_again_by_its_heartbeat(web: httpx.Client) -> None:
+    """Leases from before are gone; a reader that the seed counts keeps its place."""
+    add(web)
+    held = lease(web)
+    again = httpx.Client(base_url="http://planner", transport=AppTransport(create_app(PlannerSettings())))
+    lost = [renew(again, held), put(again, held), get(again).status_code]
+    add(again, references="1")
+    taken = get(again).status_code
+    add(again, references="0")
+    assert ([404, 404, 404], 404, 200) == (lost, taken, get(again).status_code)
+
+
+def test_readers_that_the_seed_counts_are_not_counted_twice(web: httpx.Client) -> None:
+    """Of `SEED_REFCNT`, those with a lease of this planner are known already."""
+    add(web)
+    held = lease(web)
+    add(web, references="1")
+    put(web, held)
+    assert 200 == get(web).status_code
+
+
+def test_a_seed_that_is_removed_while_leased_goes_with_the_last_lease(
+    web: httpx.Client, planner: PlannerClient
+) -> None:
+    """409 at first; its own heartbeats do not bring it back, its reader finishes, nobody else gets it."""
+    add(web)
+    held = lease(web)
+    refused = remove(web)
+    add(web)
+    states = [listed(planner)[SEED_ID], renew(web, held), put(web, held)]
+    assert (409, ["draining", 200, 200], 404, {}) == (refused, states, get(web).status_code, listed(planner))
+
+
+def test_a_seed_that_wanted_to_leave_may_come_back(web: httpx.Client, time: FakeTime) -> None:
+    """Once the lease that kept it has lapsed, a heartbeat registers it anew."""
+    add(web)
+    lease(web)
+    remove(web)
+    time.now += 31
+    add(web)
+    assert 200 == get(web).status_code
+
+
+def test_only_who_knows_the_key_removes_a_seed(web: httpx.Client) -> None:
+    """The key is part of what is asked for."""
+    add(web)
+    assert (404, 200) == (remove(web, key="other"), get(web).status_code)
+
+
+def test_a_seed_may_change_its_key(web: httpx.Client) -> None:
+    """A process that came up on the same port seeds something else."""
+    add(web)
+    add(web, key="new")
+    assert (404, 200) == (get(web).status_code, get(web, "new").status_code)
+
+
+# -- one registry for all -------------------------------------------------------------------------
+
+
+def test_seeds_and_leases_are_listed_with_all_others(web: httpx.Client, planner: PlannerClient) -> None:
+    """An instance with its address; a fork that runs from it, and how it ended."""
+    add(web)
+    held = lease(web)
+    get(web)
+    report = next(view.report for view in planner.instances() if view.report.instance_id == SEED_ID)
+    fork = next(fork for fork in planner.forks() if fork.fork_id == held["USER_ID"])
+    put(web, held)
+    ended = [fork.finish.outcome for fork in planner.forks() if fork.finish is not None]
+    assert ("10.0.0.7:4000", f"ascend:{KEY}", "serving", [SEED_ID], "running") == (
+        report.address, report.model, report.state, [share.source_id for share in fork.plan], fork.state,
+    )  # fmt: skip
+    assert (["fallback", "forked"], {SEED_ID: "serving"}) == (sorted(ended), listed(planner))
+
+
+def test_leases_show_in_the_metrics(web: httpx.Client) -> None:
+    """They count like those of rfork's own forks."""
+    add(web)
+    lease(web)
+    lines = web.get("/metrics").text.splitlines()
+    assert {"rfork_planner_active_leases 1.0", 'rfork_planner_instances{state="serving"} 1.0'} <= set(lines)
+
+
+def test_an_operator_drains_such_a_seed(web: httpx.Client) -> None:
+    """The next client gets the other one; its heartbeats do not undo it."""
+    add(web)
+    add(web, OTHER)
+    web.post(f"/v1/instances/{SEED_ID}/drain")
+    add(web)
+    assert ("10.0.0.8", 404) == (lease(web)["SEED_IP"], get(web).status_code)
+
+
+@pytest.mark.parametrize("model", [KEY, f"ascend:{KEY}"])
+def test_rforks_own_forks_and_these_never_meet(web: httpx.Client, planner: PlannerClient, model: str) -> None:
+    """Not even where a model is named like a key."""
+    add(web)
+    planner.report(whole("native", model=model))
+    plan = planner.ask(ask("target", model=model))
+    assert (["native"], "10.0.0.7", 404) == (
+        [route.source_id for route in plan.routes], lease(web)["SEED_IP"], get(web).status_code,
+    )  # fmt: skip
+
+
+def test_such_a_seed_is_not_even_compared_with(web: httpx.Client, planner: PlannerClient) -> None:
+    """It has no manifest to show to one who asks for a model of that name."""
+    add(web)
+    plan = planner.ask(ask("target", model=KEY))
+    assert ((), None) == (plan.routes, plan.other_layout)
+
+
+def test_a_token_is_asked_for_here_too() -> None:
+    """These clients send none: a proxy has to add it, with the role of an instance."""
+    app = create_app(PlannerSettings(token="right"))  # type: ignore[arg-type]
+    web = httpx.Client(base_url="http://planner", transport=AppTransport(app))
+    refused = add(web).status_code
+    web.headers["Authorization"] = "Bearer right"
+    assert (401, 200, 200) == (refused, add(web).status_code, get(web).status_code)
+
+
+OWN_STATUSES = [
+    ("get", "/get_seed", ["SEED_KEY"], {"200", "400", "401", "403", "404"}),
+    ("post", "/add_seed", ["SEED_KEY", *SEED, "SEED_REFCNT"], {"200", "400", "401", "403"}),
+    ("post", "/put_seed", [*SEED, "USER_ID"], {"200", "400", "401", "403", "404"}),
+    ("post", "/renew_seed_lease", [*SEED, "USER_ID"], {"200", "400", "401", "403", "404"}),
+    ("post", "/remove_seed", ["SEED_KEY", *SEED], {"200", "400", "401", "403", "404", "409"}),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "headers", "statuses"), OWN_STATUSES)
+def test_the_protocol_is_described(
+    web: httpx.Client, method: str, path: str, headers: list[str], statuses: set[str]
+) -> None:
+    """Each route of the OpenAPI document names its headers and its statuses, and 422 is none of them."""
+    operation = web.get("/openapi.json").json()["paths"][path][method]
+    told = set(operation["responses"])
+    assert (headers, set(), False) == (
+        [each["name"] for each in operation["parameters"]], statuses - told, "422" in told,
+    )  # fmt: skip

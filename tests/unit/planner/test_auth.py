@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import iter_route_contexts
+
+from planner.app import create_app
+from planner.auth import OPEN_PATHS, ROLES, ROUTES, Auth, Role, role_needed
+from rfork.errors import SettingsError
+from rfork.settings import PlannerSettings
+from tests.unit.planner.builders import FakeTime
+
+FILE = """
+# the fleet
+reader   look-1   # dashboards
+instance work-1
+
+operator rule-1
+"""
+ROTATED = FILE.replace("work-1", "work-2")
+TOKENS: dict[Role, bytes] = {
+    "reader": b"Bearer look-1",
+    "instance": b"Bearer work-1",
+    "operator": b"Bearer rule-1",
+}
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    """A file with one token of each role."""
+    path = tmp_path / "tokens"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.fixture
+def auth(tokens: Path, time: FakeTime) -> Auth:
+    """Of that file, and of a token in the settings."""
+    return Auth(settings(token="all-1", tokens=tokens), time.clock.monotonic)
+
+
+def settings(**options: str | Path) -> PlannerSettings:
+    """The planner's settings."""
+    return PlannerSettings(**options)  # type: ignore[arg-type]  # pydantic makes secrets of strings
+
+
+def status(auth: Auth, method: str, path: str, authorization: bytes | None) -> int:
+    """What is answered; 200 stands for what is let in."""
+    problem = auth.check(method, path, authorization)
+    return 200 if problem is None else problem.status
+
+
+def unlisted(app: FastAPI) -> list[str]:
+    """The routes that neither are open nor have a line in the table of roles; ANY: not of HTTP's methods."""
+    return [
+        f"{method} {route.path}"
+        for route in iter_route_contexts(app.routes)
+        for method in sorted(route.methods or {"ANY"})
+        if route.path not in OPEN_PATHS and role_needed(method, route.path or "") is None
+    ]
+
+
+def test_every_route_of_the_planner_has_its_role() -> None:
+    """Whoever adds a route says in `ROUTES` who may use it."""
+    assert [] == unlisted(create_app(PlannerSettings()))
+
+
+def test_a_route_without_a_role_is_found() -> None:
+    """The check above would see one: its own, in a router, one more method of a known path, a websocket."""
+
+    def answer() -> None:
+        """Nothing."""
+
+    app, router = FastAPI(), APIRouter(prefix="/v1")
+    app.add_api_route("/v1/secrets", answer, methods=["GET"])
+    router.add_api_route("/models", answer, methods=["GET", "DELETE"])
+    router.add_api_websocket_route("/forks", answer)
+    app.include_router(router)
+    assert {"GET /v1/secrets", "DELETE /v1/models", "ANY /v1/forks"} == set(unlisted(app))
+
+
+def test_no_line_of_the_table_is_dead() -> None:
+    """Each is the first that fits its own path."""
+    wrong = [(method, path) for method, path, role in ROUTES if role_needed(method, path) != role]
+    assert [] == wrong
+
+
+RIGHTS = [
+    # request, then what a reader, an instance and an operator are answered
+    ("PUT", "/v1/instances/s", 403, 200, 200),
+    ("DELETE", "/v1/instances/s", 403, 200, 200),
+    ("GET", "/v1/instances/s/exit", 403, 200, 200),
+    ("POST", "/v1/instances/s/drain", 403, 403, 200),
+    ("POST", "/v1/instances/s/exit", 403, 403, 200),
+    ("POST", "/v1/forks", 403, 200, 200),
+    ("POST", "/v1/forks/f/progress", 403, 200, 200),
+    ("POST", "/v1/forks/f/finish", 403, 200, 200),
+    ("GET", "/get_seed", 403, 200, 200),
+    ("POST", "/put_seed", 403, 200, 200),
+    ("POST", "/add_seed", 403, 200, 200),
+    ("POST", "/remove_seed", 403, 200, 200),
+    ("POST", "/renew_seed_lease", 403, 200, 200),
+    ("GET", "/v1/instances", 200, 200, 200),
+    ("GET", "/v1/instances/s", 200, 200, 200),
+    ("GET", "/v1/forks", 200, 200, 200),
+    ("GET", "/v1/forks/f", 200, 200, 200),
+    ("GET", "/v1/forks/f/events", 200, 200, 200),
+    ("GET", "/v1/models", 200, 200, 200),
+    ("GET", "/metrics", 200, 200, 200),
+    ("GET", "/openapi.json", 200, 200, 200),
+    ("HEAD", "/docs", 200, 200, 200),
+    ("GET", "/nowhere", 403, 403, 200),
+    ("PATCH", "/v1/models", 403, 403, 200),
+    ("DELETE", "/v1/instances/s/drain", 403, 403, 200),
+    ("GET", "/healthz", 200, 200, 200),
+    ("GET", "/readyz", 200, 200, 200),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path", "reader", "instance", "operator"), RIGHTS)
+def test_a_role_may_what_it_is_for(
+    auth: Auth, method: str, path: str, reader: int, instance: int, operator: int
+) -> None:
+    """What nobody listed is the operator's."""
+    assert [reader, instance, operator] == [status(auth, method, path, TOKENS[role]) for role in ROLES]
+
+
+def test_a_refusal_names_the_role_that_is_needed(auth: Auth) -> None:
+    """Both roles, and no token."""
+    problem = auth.check("POST", "/v1/instances/s/drain", TOKENS["instance"])
+    assert problem is not None
+    assert (403, "forbidden", "this takes the role operator, and the token shown has the role instance") == (
+        problem.status, problem.slug, problem.detail,
+    )  # fmt: skip
+
+
+HEADERS = [
+    (b"Bearer look-1", 200),
+    (b"bearer  look-1 ", 200),
+    (b"Bearer all-1", 200),
+    (b"Bearer look-2", 401),
+    (b"Bearer look-", 401),
+    (b"Bearer LOOK-1", 401),
+    (b"Bearer", 401),
+    (b"Bearer ", 401),
+    (b"Basic look-1", 401),
+    (b"look-1", 401),
+    (b"Bearer look-1, Bearer look-1", 401),
+    (b"Bearer look-\xff1", 401),
+    (b"", 401),
+    (None, 401),
+]
+
+
+@pytest.mark.parametrize(("header", "expected"), HEADERS)
+def test_only_a_known_bearer_token_opens(auth: Auth, header: bytes | None, expected: int) -> None:
+    """The scheme in any case, the token to the letter; 401 says how to do better."""
+    problem = auth.check("GET", "/v1/models", header)
+    assert (expected, {"WWW-Authenticate": "Bearer"} if expected == 401 else None) == (
+        problem.status if problem else 200, problem.headers if problem else None,
+    )  # fmt: skip
+
+
+def test_without_any_token_all_is_open() -> None:
+    """The default, for a planner on loopback."""
+    auth = Auth(PlannerSettings())
+    assert (False, 200) == (auth.guarded, status(auth, "POST", "/v1/instances/s/drain", None))
+
+
+def test_the_token_of_the_settings_may_everything(tokens: Path) -> None:
+    """Even where the file names it with a smaller role."""
+    auth = Auth(settings(token="look-1", tokens=tokens))
+    assert 200 == status(auth, "POST", "/v1/instances/s/drain", b"Bearer look-1")
+
+
+@pytest.mark.parametrize("token", ["", "two words", "schlüssel"])
+def test_a_token_that_no_header_can_carry_is_refused_at_start(token: str) -> None:
+    """It would lock everyone out."""
+    with pytest.raises(SettingsError, match="RFORK_PLANNER_TOKEN"):
+        Auth(settings(token=token))
+
+
+MALFORMED = [
+    (b"reader look-1\nadmin secret-2\n", ":2: not `ROLE TOKEN`"),
+    (b"secret-1 reader\n", ":1: not `ROLE TOKEN`"),
+    (b"\n\nsecret-1\n", ":3: not `ROLE TOKEN`"),
+    (b"reader secret-1 secret-2\n", ":1: not `ROLE TOKEN`"),
+    (b"reader # secret-1\n", ":1: not `ROLE TOKEN`"),
+    ("reader sécret-1\n".encode(), ":1: the token has characters"),
+    (b"reader secret-1\noperator secret-1\n", ":2: the token stands in the file twice"),
+    (b"# nobody\n\n", ": no token in it"),
+    (b"", ": no token in it"),
+    (b"reader secret-\xff\n", ": it is not text in UTF-8"),
+    (None, ": No such file or directory"),
+]
+
+
+@pytest.mark.parametrize(("content", "reason"), MALFORMED)
+def test_a_malformed_file_is_a_settings_error(tmp_path: Path, content: bytes | None, reason: str) -> None:
+    """It names the file and the line, and shows nothing that may be a token."""
+    path = tmp_path / "tokens"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SettingsError) as error:
+        Auth(settings(tokens=path))
+    told = f"{error.value} {error.value.hint}"
+    assert (True, False) == (f"{path}{reason}" in told, "cret-" in told)
+
+
+def test_the_file_is_read_again_when_it_changes(auth: Auth, tokens: Path, time: FakeTime) -> None:
+    """A second later the new token works and the one taken out does not; until then nothing has changed."""
+    seen = []
+    tokens.write_text(ROTATED)
+    for seconds in (0.9, 0.2):
+        time.now += seconds
+        shown = (b"Bearer work-1", b"Bearer work-2", b"Bearer look-1")
+        seen.append([status(auth, "POST", "/v1/forks", token) for token in shown])
+    assert [[200, 401, 403], [401, 200, 403]] == seen
+
+
+def test_a_file_renamed_over_it_is_seen(auth: Auth, tokens: Path, time: FakeTime) -> None:
+    """As Kubernetes and careful people replace a file; same size, whatever its times."""
+    before = tokens.stat()
+    (tokens.parent / "next").write_text(ROTATED)
+    (tokens.parent / "next").replace(tokens)
+    time.now += 1
+    assert (before.st_size, 200) == (
+        tokens.stat().st_size,
+        status(auth, "POST", "/v1/forks", b"Bearer work-2"),
+    )
+
+
+@pytest.mark.parametrize("broken", [b"reader\n", b"", None])
+def test_a_file_that_breaks_leaves_the_last_good_tokens(
+    auth: Auth, tokens: Path, time: FakeTime, caplog: pytest.LogCaptureFixture, broken: bytes | None
+) -> None:
+    """One clear line, however often it is looked at; and once it is mended, it counts again."""
+    if broken is None:
+        tokens.unlink()
+    else:
+        tokens.write_bytes(broken)
+    seen = []
+    for _ in range(3):
+        time.now += 1
+        seen.append(status(auth, "POST", "/v1/forks", b"Bearer work-1"))
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    tokens.write_text(ROTATED)
+    time.now += 1
+    mended = [status(auth, "POST", "/v1/forks", token) for token in (b"Bearer work-1", b"Bearer work-2")]
+    assert ([200, 200, 200], 1, True, [401, 200]) == (seen, len(errors), str(tokens) in errors[0], mended)

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from planner.auth import Auth
+from planner.limits import CallerKey, RateLimit
+from planner.middleware import BodyLimit, Guard, RequestLog
+from rfork.logs import logger
+from rfork.settings import PlannerSettings
+from tests.unit.planner.builders import FakeTime
+
+ONE: CallerKey = (b"", "10.0.0.1")
+TWO: CallerKey = (b"", "10.0.0.2")
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the body it was sent."""
+    body = await Request(scope, receive).body()
+    await PlainTextResponse(body)(scope, receive, send)
+
+
+def web_of(app: ASGIApp, address: str = "10.0.0.1") -> httpx.AsyncClient:
+    """A client at an address."""
+    transport = httpx.ASGITransport(app, client=(address, 1), raise_app_exceptions=False)
+    return httpx.AsyncClient(base_url="http://planner", transport=transport)
+
+
+async def pieces_of(*pieces: bytes) -> AsyncIterator[bytes]:
+    """A body whose length nobody knows beforehand."""
+    for piece in pieces:
+        yield piece
+
+
+BUCKETS = [
+    # requests a second, (time, requests sent) in turn, requests let in of each
+    (5.0, [(0, 12)], [10]),
+    (5.0, [(0, 12), (0.2, 2), (0.25, 1), (0.4, 1)], [10, 1, 0, 1]),
+    (5.0, [(0, 1), (100, 12)], [1, 10]),
+    (0.1, [(0, 2), (9.9, 1), (10, 1)], [1, 0, 1]),
+    (1.5, [(0, 4), (2, 4)], [3, 3]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rate", "sent", "expected"), BUCKETS)
+def test_a_bucket_holds_two_seconds_and_fills_evenly(
+    time: FakeTime, rate: float, sent: Iterable[tuple[float, int]], expected: list[int]
+) -> None:
+    """What is refused costs nothing, and a rate below one lets single requests pass."""
+    limit, began, passed = RateLimit(rate, time.clock.monotonic), time.now, []
+    for at, requests in sent:
+        time.now = began + at
+        passed.append(sum(limit.wait_s(ONE) == 0 for _ in range(requests)))
+    assert expected == passed
+
+
+def test_a_refusal_says_how_long_to_wait(time: FakeTime) -> None:
+    """And after exactly that time the next one passes."""
+    limit = RateLimit(4.0, time.clock.monotonic)
+    waits = [limit.wait_s(ONE) for _ in range(9)]
+    time.now += waits[-1]
+    assert ([0.0] * 8 + [0.25], 0.0) == (waits, limit.wait_s(ONE))
+
+
+def test_callers_do_not_share_a_bucket(time: FakeTime) -> None:
+    """Another address, or another token, is another caller."""
+    limit = RateLimit(0.5, time.clock.monotonic)
+    callers: list[CallerKey] = [ONE, TWO, (b"token", "10.0.0.1"), ONE, TWO]
+    assert [True, True, True, False, False] == [limit.wait_s(caller) == 0 for caller in callers]
+
+
+def test_only_so_many_callers_are_kept(time: FakeTime) -> None:
+    """The one that asked longest ago is forgotten, which gives it a full bucket again."""
+    limit = RateLimit(1.0, time.clock.monotonic, keep=2)
+    three = (b"", "10.0.0.3")
+    passed = [limit.wait_s(caller) == 0 for caller in (ONE, TWO, ONE, three, ONE, TWO, TWO, TWO)]
+    assert [True, True, True, True, False, True, True, False] == passed
+
+
+async def test_too_many_requests_are_a_problem(time: FakeTime) -> None:
+    """429 with whole seconds to wait; the health checks and other addresses go on."""
+    limit = RateLimit(0.25, time.clock.monotonic)
+    app = Guard(echo, Auth(PlannerSettings()), limit, _unheard_of)
+    async with web_of(app) as web, web_of(app, "10.0.0.2") as other:
+        answers = [await web.get("/v1/models") for _ in range(2)]
+        health = [(await web.get(path)).status_code for path in ("/healthz", "/readyz")]
+        assert ([200, 429], "4", "https://rfork.dev/problems/too-many-requests", [200, 200], 200) == (
+            [answer.status_code for answer in answers],
+            answers[1].headers["retry-after"],
+            answers[1].json()["type"],
+            health,
+            (await other.get("/v1/models")).status_code,
+        )
+
+
+async def test_guessing_tokens_is_limited_as_one_caller(time: FakeTime) -> None:
+    """Each guess counts for the address that it comes from, and the true token has a bucket of its own."""
+    auth = Auth(PlannerSettings(token="right"))  # type: ignore[arg-type]
+    async with web_of(Guard(echo, auth, RateLimit(1.0, time.clock.monotonic), _unheard_of)) as web:
+        statuses = [
+            (await web.get("/v1/models", headers={"Authorization": f"Bearer {token}"})).status_code
+            for token in ("guess-1", "guess-2", "guess-3", "right")
+        ]
+    assert [401, 401, 429, 200] == statuses
+
+
+async def test_the_guard_asks_for_the_role(tmp_path: Path) -> None:
+    """Before the body is read and the route runs."""
+    path = tmp_path / "tokens"
+    path.write_text("reader look-1\n")
+    auth = Auth(PlannerSettings(tokens=path))
+    async with web_of(Guard(echo, auth, None, _unheard_of)) as web:
+        shown = {"Authorization": "Bearer look-1"}
+        answers = [await web.get("/v1/forks", headers=shown), await web.post("/v1/forks", headers=shown)]
+    assert ([200, 403], "application/problem+json") == (
+        [answer.status_code for answer in answers],
+        answers[1].headers["content-type"],
+    )
+
+
+BODIES = [
+    # pieces of the body, whether its length is told, status
+    ((b"12345", b"67890"), False, 200),
+    ((b"1234567890",), True, 200),
+    ((b"",), True, 200),
+    ((b"12345678901",), True, 413),
+    ((b"12345", b"678901"), False, 413),
+]
+
+
+@pytest.mark.parametrize(("pieces", "told", "status"), BODIES)
+async def test_a_body_of_up_to_the_limit_arrives_whole(
+    pieces: tuple[bytes, ...], told: bool, status: int
+) -> None:
+    """Ten bytes pass as they were sent, eleven are refused and the connection is closed."""
+    async with web_of(BodyLimit(echo, limit=10, refused=_unheard_of)) as web:
+        answer = await web.put("/x", content=b"".join(pieces) if told else pieces_of(*pieces))
+    expected = b"".join(pieces) if status == 200 else answer.content
+    assert (status, expected, "close" if status == 413 else None) == (
+        answer.status_code, answer.content, answer.headers.get("connection"),
+    )  # fmt: skip
+
+
+async def test_a_body_that_does_not_come_ends_with_408() -> None:
+    """A connection that trickles holds no request for ever."""
+
+    async def trickle() -> AsyncIterator[bytes]:
+        yield b"1"
+        await asyncio.Event().wait()
+
+    async with web_of(BodyLimit(echo, limit=10, refused=_unheard_of, within_s=0.01)) as web:
+        answer = await web.put("/x", content=trickle())
+    assert (408, "https://rfork.dev/problems/request-timeout", "close") == (
+        answer.status_code, answer.json()["type"], answer.headers["connection"],
+    )  # fmt: skip
+
+
+async def test_a_request_that_waits_after_its_body_is_left_alone() -> None:
+    """The limit is for the body: a stream of events may last, and still hears that its client left."""
+    heard: list[str] = []
+    incoming: list[Message] = [
+        {"type": "http.request", "body": b"1", "more_body": False},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> Message:
+        return incoming.pop(0)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        heard.extend([(await receive())["type"], (await receive())["type"]])
+
+    await BodyLimit(app, limit=10, refused=_unheard_of)(_scope((b"content-length", b"1")), receive, _unheard)
+    assert ["http.request", "http.disconnect"] == heard
+
+
+async def test_a_client_that_leaves_amid_its_body_gets_no_route_run() -> None:
+    """Nobody would read the answer."""
+    incoming: list[Message] = [
+        {"type": "http.request", "body": b"1", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> Message:
+        return incoming.pop(0)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("the route ran")
+
+    await BodyLimit(app, limit=10, refused=_unheard_of)(_scope((b"content-length", b"9")), receive, _unheard)
+    assert [] == incoming
+
+
+async def test_what_is_logged_in_a_request_carries_its_id(caplog: pytest.LogCaptureFixture) -> None:
+    """And the next request's lines carry the next one's."""
+    ids: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        logger("planner.test").warning("within")
+        await PlainTextResponse("")(scope, receive, send)
+
+    async with web_of(RequestLog(app)) as web:
+        for headers in ({"X-Request-Id": "find-me"}, {}):
+            ids.append((await web.get("/x", headers=headers)).headers["x-request-id"])
+    logger("planner.test").warning("after")
+    assert ("find-me", [f"within request_id={each}" for each in ids] + ["after"]) == (
+        ids[0], [record.getMessage() for record in caplog.records],
+    )  # fmt: skip
+
+
+LINES = [
+    # path asked for, status, level of the line
+    ("/there", 200, logging.DEBUG),
+    ("/not%0athere", 404, logging.INFO),
+    ("/bug", 500, logging.INFO),
+]
+
+
+@pytest.mark.parametrize(("path", "status", "level"), LINES)
+async def test_a_request_that_went_wrong_is_worth_a_line(
+    caplog: pytest.LogCaptureFixture, path: str, status: int, level: int
+) -> None:
+    """The others only at `debug`; a path stays quoted, so that it cannot break the line."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/bug":
+            raise RuntimeError
+        await PlainTextResponse("", status_code=404 if "not" in scope["path"] else 200)(scope, receive, send)
+
+    caplog.set_level(logging.DEBUG, "planner.http")
+    async with web_of(RequestLog(app)) as web:
+        await web.get(path)
+    lines = [
+        (record.levelno, record.getMessage()) for record in caplog.records if record.name == "planner.http"
+    ]
+    assert [(level, True)] == [
+        (found, f"path={'/not%0Athere' if status == 404 else path} status={status}" in text)
+        for found, text in lines
+    ]
+
+
+def _scope(*headers: tuple[bytes, bytes]) -> Scope:
+    return {"type": "http", "method": "PUT", "path": "/x", "headers": list(headers)}
+
+
+async def _unheard(message: Message) -> None:
+    raise RuntimeError(f"answered {message}")
+
+
+def _unheard_of(slug: str) -> None:
+    """Nobody counts what is refused."""

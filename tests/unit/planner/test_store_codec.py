@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.store.base import Change
+from planner.store.codec import FORKS, INSTANCES
+from planner.store.exchange import BODY, Body, body_of, group_from, group_text
+from planner.store.records import Blame, ForkRecord, InstanceRecord, Read
+from rfork.image.ranges import normalise
+from rfork.wire import ForkFinish, ForkProgress, Rank, StorageOffer, StorageRead
+from tests.unit.planner.builders import CHUNKS, report
+from tests.unit.planner.records import FORKED, GROUP, fork, instance
+
+NAMES = st.text("abc:-._", min_size=1, max_size=8)
+TIMES = st.floats(min_value=0, max_value=2e9) | st.just(float("inf"))
+CHUNK_RANGES = st.lists(
+    st.tuples(st.integers(0, CHUNKS), st.integers(0, CHUNKS)), max_size=4
+).map(normalise)  # fmt: skip
+TEXTS = st.text(max_size=20)
+OFFERS = st.lists(
+    st.builds(StorageOffer, kind=st.sampled_from(["snapshot", "loader"]), uri=TEXTS), max_size=2
+).map(tuple)  # fmt: skip
+INSTANCE_RECORDS = st.builds(
+    InstanceRecord,
+    report=st.builds(
+        lambda verified, **changes: report("i", *verified, **changes),
+        verified=CHUNK_RANGES,
+        readers=st.lists(NAMES, max_size=3).map(tuple),
+        generation=st.integers(0, 3),
+        state=st.sampled_from(["loading", "serving", "draining"]),
+        storage=OFFERS,
+        egress_rate=st.none() | st.integers(1, 1 << 40),
+        model=st.text(min_size=1, max_size=20),
+        rank=st.builds(Rank, dp=st.integers(0, 3)),
+    ),
+    seen_at=TIMES,
+    forget_s=TIMES,
+    drained=st.booleans(),
+    quarantined_until=TIMES,
+    quarantine=TEXTS,
+    missing=st.booleans(),
+    ingress_rate=st.none() | TIMES,
+)
+READS = st.builds(
+    Read,
+    source_id=NAMES,
+    chunks=CHUNK_RANGES,
+    transports=st.lists(NAMES).map(tuple),
+    generation=st.integers(0),
+)
+FORK_RECORDS = st.builds(
+    fork,
+    st.just("f"),
+    seen_at=TIMES,
+    reads=st.lists(READS, max_size=3).map(tuple),
+    storage=st.lists(
+        st.builds(StorageRead, kind=st.just("checkpoint"), uri=TEXTS, chunks=CHUNK_RANGES), max_size=2
+    ).map(tuple),
+    weights_id=st.none() | st.just("1" * 32),
+    reason=TEXTS,
+    progress=st.none()
+    | st.builds(
+        ForkProgress,
+        verified=CHUNK_RANGES,
+        bytes_read=st.integers(0, 1 << 50),
+        bytes_per_s=st.floats(0, 1e12),
+        sources=st.dictionaries(NAMES, st.integers(0), max_size=2),
+    ),
+    finish=st.none() | st.just(FORKED) | st.just(ForkFinish(outcome="failed", seconds=0, bytes_read=0)),
+    lost=st.booleans(),
+    blames=st.dictionaries(
+        NAMES,
+        st.builds(Blame, why=TEXTS, until=st.floats(0, 2e9), generation=st.none() | st.integers(0)),
+        max_size=2,
+    ),
+    read_from=st.frozensets(NAMES, max_size=3),
+)
+
+
+@given(INSTANCE_RECORDS, INSTANCE_RECORDS)
+def test_an_instance_is_whole_again_from_its_parts(before: InstanceRecord, after: InstanceRecord) -> None:
+    """From all of them, and from those that changed on top of what was known."""
+    whole, changed = INSTANCES.patch(None, after), INSTANCES.patch(before, after)
+    assert (after, after) == (INSTANCES.apply(None, whole), INSTANCES.apply(before, changed))
+
+
+@given(FORK_RECORDS, FORK_RECORDS)
+def test_a_fork_is_whole_again_from_its_parts(before: ForkRecord, after: ForkRecord) -> None:
+    """Mappings, sets and tuples come back as what they were."""
+    whole, changed = FORKS.patch(None, after), FORKS.patch(before, after)
+    assert (after, after) == (FORKS.apply(None, whole), FORKS.apply(before, changed))
+
+
+def test_what_did_not_change_is_not_sent() -> None:
+    """A heartbeat that brings nothing new is one number; a relay's chunks come without its report."""
+    seen = instance("a")
+    held = report("a", (0, 6))
+    grown = held.model_copy(update={"verified": ((0, 7),)})
+    assert (
+        {},
+        {"seen_at": "1700000000.25"},
+        {"verified": "[[0,7]]"},
+        {"quarantine": '"lied"', "quarantined_until": "Infinity"},
+    ) == (
+        INSTANCES.patch(seen, replace(seen, report=seen.report.model_copy())),
+        INSTANCES.patch(seen, replace(seen, seen_at=1700000000.25)),
+        INSTANCES.patch(replace(seen, report=held), replace(seen, report=grown)),
+        INSTANCES.patch(seen, replace(seen, quarantine="lied", quarantined_until=float("inf"))),
+    )
+
+
+def test_two_who_change_different_parts_both_have_their_way() -> None:
+    """A drain, a heartbeat and a relay's progress, each made from the same record, in any order."""
+    base = replace(instance("a"), report=report("a", (0, 6)))
+    drained = INSTANCES.patch(base, replace(base, drained=True))
+    heartbeat = INSTANCES.patch(
+        base, replace(base, seen_at=5.0, report=base.report.model_copy(update={"state": "serving"}))
+    )
+    progress = INSTANCES.patch(
+        base, replace(base, report=base.report.model_copy(update={"verified": ((0, 12),)}))
+    )
+    expected = replace(
+        base, drained=True, seen_at=5.0,
+        report=base.report.model_copy(update={"state": "serving", "verified": ((0, 12),)}),
+    )  # fmt: skip
+    one = base
+    for patch in (drained, heartbeat, progress):
+        one = INSTANCES.apply(one, patch)
+    other = base
+    for patch in (progress, heartbeat, drained):
+        other = INSTANCES.apply(other, patch)
+    assert (expected, expected) == (one, other)
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        {"seen_at": "1.0"},
+        {"report": "{}"},
+        {"seen_at": "soon"},
+        INSTANCES.patch(None, instance("a")) | {"colour": '"red"'},
+    ],
+    ids=["torn", "empty report", "no number", "unknown part"],
+)
+def test_text_that_makes_no_record_is_a_value_error(patch: dict[str, str]) -> None:
+    """It is never half a record."""
+    with pytest.raises(ValueError, match=r"InstanceRecord|InstanceReport|valid number|JSON"):
+        INSTANCES.apply(None, patch)
+
+
+def test_a_change_travels_as_patches_of_what_is_known() -> None:
+    """A record that is the same is left out, a new one is whole; it is the same after the journey."""
+    known, new = instance("known"), instance("new")
+    change = Change(
+        instances=(known, new), forks=(fork("f", ended=True),), gone=("old",), group=GROUP, version=3
+    )
+    body = body_of(change, {"known": known}, {"f": fork("f")})
+    expected = Body(
+        instances=(("new", INSTANCES.patch(None, new)),),
+        forks=(("f", {"finish": FORKED.model_dump_json()}),),
+        gone=("old",),
+        group=f"{GROUP[1]} {GROUP[0]}",
+        version=3,
+    )
+    assert (expected, expected) == (body, BODY.validate_json(BODY.dump_json(body)))
+
+
+@given(st.text(min_size=1, max_size=20))
+def test_a_group_is_one_line_of_text(model: str) -> None:
+    """Whatever the model is called."""
+    assert (model, Rank().key) == group_from(group_text((model, Rank().key)))

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.store.codec import FORKS, INSTANCES
+from planner.store.exchange import Behind, Body, Contents, Entry, group_text
+from planner.store.mirror import Mirror
+from planner.store.records import ForkRecord, InstanceRecord
+from tests.unit.planner.builders import FakeTime
+from tests.unit.planner.records import GROUP, fork, instance
+
+PATIENCE_S = 3.0
+UNIX = 1_700_000_000.0
+
+
+def contents(
+    *instances: InstanceRecord,
+    forks: tuple[ForkRecord, ...] = (),
+    ended: tuple[str, ...] = (),
+    epoch: str = "e",
+    number: int = 0,
+    at: float = UNIX,
+) -> Contents:
+    """All that Redis holds."""
+    return Contents(
+        epoch=epoch,
+        number=number,
+        at=at,
+        instances={each.report.instance_id: each for each in instances},
+        forks={each.fork_id: each for each in forks},
+        versions={GROUP: 7},
+        ended=ended,
+    )
+
+
+def new(*records: InstanceRecord) -> Body:
+    """A change that brings whole instances."""
+    return Body(instances=tuple((each.report.instance_id, INSTANCES.patch(None, each)) for each in records))
+
+
+def known(mirror: Mirror) -> list[str]:
+    """The instances in its state."""
+    return sorted(each.report.instance_id for each in mirror.state.instances())
+
+
+@pytest.fixture
+def time() -> FakeTime:
+    """This machine's clock."""
+    return FakeTime()
+
+
+@pytest.fixture
+def mirror(time: FakeTime) -> Mirror:
+    """A mirror of an empty Redis."""
+    mirror = Mirror(time.clock, keep_forks=2, patience_s=PATIENCE_S)
+    mirror.fill(contents())
+    return mirror
+
+
+def test_each_change_is_applied_once(mirror: Mirror) -> None:
+    """The follower and the writer both bring it."""
+    heard: list[str] = []
+    mirror.state.subscribe(lambda record: heard.append(record.fork_id))
+    entry = Entry(1, Body(forks=(("f", FORKS.patch(None, fork("f"))),), group=group_text(GROUP), version=7))
+    mirror.apply(entry)
+    mirror.apply(entry)
+    assert (["f"], 1, 8, 0) == (heard, mirror.applied, mirror.version(GROUP), mirror.version(("m", "other")))
+
+
+def test_a_gap_is_told_and_changes_nothing(mirror: Mirror) -> None:
+    """What came between must be read first."""
+    with pytest.raises(Behind, match="change 2 came after 0"):
+        mirror.apply(Entry(2, new(instance("a"))))
+    assert ([], 0) == (known(mirror), mirror.applied)
+
+
+def test_a_change_that_makes_no_record_is_told_and_changes_nothing(mirror: Mirror) -> None:
+    """Another version of the planner may have written it."""
+    strange = ("a", {**INSTANCES.patch(None, instance("a")), "colour": '"red"'})
+    with pytest.raises(Behind, match="change 1 does not fit what is known: InstanceRecord has no part"):
+        mirror.apply(Entry(1, Body(instances=(*new(instance("b")).instances, strange))))
+    assert ([], 0) == (known(mirror), mirror.applied)
+
+
+def test_a_patch_of_what_is_not_kept_here_is_passed_over(mirror: Mirror) -> None:
+    """Another replica keeps more of the forks that ended."""
+    mirror.apply(Entry(1, Body(forks=(("dropped", {"lost": "true"}),))))
+    assert (None, 1) == (mirror.state.fork("dropped"), mirror.applied)
+
+
+def test_everything_anew(mirror: Mirror) -> None:
+    """Nothing of what was before stays; the order is that of the last signs of life, and of the ends."""
+    mirror.apply(Entry(1, new(instance("old"))))
+    forks = tuple(fork(name, ended=True) for name in "cab")
+    live = (fork("late", seen_at=2.0), fork("early", seen_at=1.0))
+    mirror.fill(
+        contents(
+            instance("b", seen_at=2.0), instance("a", seen_at=1.0), forks=forks + live, ended=("a", "b", "c"),
+            epoch="other", number=40,
+        )
+    )  # fmt: skip
+    assert (["a", "b"], ["early", "late"], None, 40, 7) == (
+        [each.report.instance_id for each in mirror.state.silent_instances(99)],
+        [each.fork_id for each in mirror.state.live_forks()],
+        mirror.state.fork("a"),
+        mirror.applied,
+        mirror.version(GROUP),
+    )
+
+
+def test_a_reader_that_is_known_is_no_stranger_after_loading(mirror: Mirror) -> None:
+    """The instances that name their readers are put after the forks."""
+    reader = fork("f", instance_id="target")
+    mirror.fill(contents(instance("seed", readers=("f", "unheard-of")), instance("target"), forks=(reader,)))
+    assert {"unheard-of"} == set(mirror.state.group(GROUP).readers["seed"])
+
+
+def test_the_clock_goes_on_with_the_furthest_replica(mirror: Mirror, time: FakeTime) -> None:
+    """It begins where the others are, keeps this machine's pace, and never goes back."""
+    told = [mirror.now()]
+    time.now += 2
+    told.append(mirror.now())
+    mirror.synced(UNIX + 1)
+    told.append(mirror.now())
+    mirror.synced(UNIX + 2.5)
+    told.append(mirror.now())
+    mirror.fill(contents(epoch="later", at=5.0))
+    told.append(mirror.now())
+    assert [UNIX, UNIX + 2, UNIX + 2, UNIX + 2.5, UNIX + 2.5] == told
+
+
+def test_the_clock_stands_still_while_nothing_is_heard(mirror: Mirror, time: FakeTime) -> None:
+    """A replica that was paused calls nobody silent, and goes on from where it stood."""
+    mirror.apply(Entry(1, new(replace(instance("a"), seen_at=mirror.now(), forget_s=10.0))))
+    time.now += 60
+    stood, silent = mirror.now(), list(mirror.state.silent_instances(mirror.now()))
+    mirror.synced(UNIX)
+    time.now += 1
+    assert (UNIX + PATIENCE_S, [], UNIX + PATIENCE_S + 1) == (stood, silent, mirror.now())

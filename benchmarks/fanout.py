@@ -14,9 +14,10 @@ compared with the seed's after each run, by weights_id and by a SHA-256 that the
 
 "eta" is (S/B)/T; "bound" what the links allow at least. "the rest" are the targets with whole links, "a
 joiner" is the longest that a late one took from its own go. "sent" and "received" are the most of any
-host, in S, headers and acknowledgements included; the last lines have them host by host. "cpu" is the
-busy part of the processors, "own" what the case's processes used: where nearly all is used, processors
-limit as links do, and T says little: lower `--rate`. Options of rfork may be set (RFORK_WINDOW, …).
+host, in S, headers and acknowledgements included; the last lines have them host by host. "replans" are
+those of all targets together, "repeated" what they read twice, in S. "cpu" is the busy part of the
+processors, "own" what the case's processes used: where nearly all is used, processors limit as links do,
+and T says little: lower `--rate`. Options of rfork may be set (RFORK_WINDOW, …).
 
 Needs root, `ip` and `tc`.
 """
@@ -174,6 +175,8 @@ def rows_of(case: Case, runs: Sequence[Outcome], size: int, unit_s: float) -> li
             "eta": unit_s / seconds,
             "sent": middle(lambda run: max(host.sent for host in run.traffic.values())) / size,
             "received": middle(lambda run: max(host.received for host in run.traffic.values())) / size,
+            "replans": middle(lambda run: sum(each.replans for each in run.answers.values())),
+            "repeated": middle(lambda run: sum(each.repeated for each in run.answers.values())) / size,
             "cpu": middle(lambda run: run.busy),
             "own": middle(lambda run: run.busy_crew),
         }

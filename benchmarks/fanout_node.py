@@ -107,7 +107,8 @@ class Node:
             ended=ended,
             points=((began, 0), *points),
             weights_id=report.weights_id,
-            report="; ".join((report.line(), *report.reasons)),
+            replans=report.replans,
+            repeated=report.bytes_repeated,
         )
 
     def _give(self) -> Answer:

@@ -34,7 +34,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a node has done; `error` says why it could not, empty where it could."""
+    """What a node has done; `error` says why it could not, empty where it could; `repeated` in bytes."""
 
     error: str = ""
     began: float = 0.0
@@ -43,7 +43,8 @@ class Answer:
     weights_id: str = ""
     sha256: str = ""
     port: int = 0
-    report: str = ""
+    replans: int = 0
+    repeated: int = 0
 
 
 def line(message: Command | Answer) -> bytes:

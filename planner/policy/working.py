@@ -30,9 +30,14 @@ class Working:
         for name, demand in self._targets.items():
             # Until its turn comes each is taken to go on as it does.
             good = (share for share in demand.current if share.source_id not in demand.blamed)
+            able = bool(demand.target.storage)
             self._read(
                 demand,
-                tuple(share for share in good if name == share.source_id or self.source(share.source_id)),
+                tuple(
+                    share
+                    for share in good
+                    if (able if share.source_id == name else self.source(share.source_id))
+                ),
             )
 
     def source(self, instance_id: str) -> Source | None:
@@ -41,11 +46,11 @@ class Working:
         found = demand.target if demand is not None else self.group.sources.get(instance_id)
         if found is None or self.now >= found.expires_at:
             return None
-        if found.storage and not (found.weights_id or found.draft):
-            # It has told nothing yet, but what it was elected to read is known.
-            if any(share.source_id == instance_id for share in self.shares(instance_id)):
-                return replace(reading(found, found.storage[0]), verified=())
-        return found
+        if found.weights_id or found.draft or not found.storage:
+            return found
+        # It has told nothing yet, but what it was elected to read is known.
+        elected = any(share.source_id == instance_id for share in self.shares(instance_id))
+        return replace(reading(found, found.storage[0]), verified=()) if elected else found
 
     def shares(self, instance_id: str) -> tuple[Share, ...]:
         """What a target reads, and from whom."""
@@ -72,7 +77,7 @@ class Working:
     def known(self, source: Source) -> bool:
         """Whether the source's own reads are known. After a restart they are not, until it asks again."""
         name = source.instance_id
-        return source.complete or name in self._targets or bool(self.group.shares.get(name))
+        return source.complete or name in self._targets or name in self.group.shares
 
     def planned(self) -> list[str]:
         """The targets of this batch that have something to read by now, or everything already."""
@@ -160,7 +165,7 @@ class Working:
         self._shares[own] = shares
         total = sum(count(share.chunks) for share in shares)
         for share in shares:
-            if share.source_id != own:
+            if share.source_id != own and share.chunks:
                 self._seated(share.source_id)[demand.fork_id] = count(share.chunks) / total
 
     def _seated(self, instance_id: str) -> dict[str, float]:

@@ -189,7 +189,7 @@ class Puller:
             plan, refusal = self._ask()
             now = time.monotonic()
             whole = next((read for read in plan.storage if read.kind == "loader"), None) if plan else None
-            if whole is not None:
+            if whole is not None and not self._schedule.complete:
                 self._load(whole)
                 lonely_since, retry_at = None, time.monotonic() + FIRST_RETRY_S
                 continue
@@ -197,8 +197,8 @@ class Puller:
                 if plan is not None and (plan.routes or plan.storage):
                     self._adopt(plan)
                     lonely_since = None
-                    uncovered_s = UNCOVERED_S if plan.retry_after_s is None else plan.retry_after_s
-                    retry_at = now + (uncovered_s if self._schedule.unassigned else LEAST_REPLAN_S)
+                    again_s = plan.retry_after_s if self._schedule.unassigned else LEAST_REPLAN_S
+                    retry_at = now + max(LEAST_REPLAN_S, UNCOVERED_S if again_s is None else again_s)
                     continue
                 if self._schedule.in_flight or self._sources.giving:
                     retry_at = now + UNCOVERED_S  # others still give: no hurry

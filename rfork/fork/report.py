@@ -31,6 +31,8 @@ class SourceShare:
 class ForkReport:
     """How one rank got its weights. Sizes in bytes, times in seconds.
 
+    `outcome` is ``forked`` where the planner's plan gave every chunk (from peers or, where it elected
+    this instance, from its own storage), ``fallback`` where this instance loaded them by itself after all.
     `seconds` is the whole call; `phases` its parts (capture, offer, plan, transfer, fallback, digest).
     `bytes_read` counts the chunks that arrived, right or wrong, `bytes_repeated` those that had to be
     asked for again; `storage_bytes` is what this instance read from storage, for itself and for those

@@ -9,8 +9,17 @@ Range = tuple[int, int]
 
 def normalise(ranges: Iterable[Range]) -> tuple[Range, ...]:
     """Sort, drop empty ranges, and merge those that touch or overlap."""
+    pairs = ranges if isinstance(ranges, tuple) else tuple(ranges)
+    # Nearly all are normal already, and this is called for every source that a plan looks at.
+    last = -1
+    for begin, end in pairs:
+        if not last < begin < end:
+            break
+        last = end
+    else:
+        return pairs
     merged: list[Range] = []
-    for begin, end in sorted(pair for pair in ranges if pair[0] < pair[1]):
+    for begin, end in sorted(pair for pair in pairs if pair[0] < pair[1]):
         if merged and begin <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
@@ -38,20 +47,34 @@ def subtract(ranges: Iterable[Range], removed: Iterable[Range]) -> tuple[Range, 
     """What is in `ranges` but not in `removed`."""
     holes = normalise(removed)
     left: list[Range] = []
+    first = 0
     for begin, end in normalise(ranges):
-        cursor = begin
-        for hole_begin, hole_end in holes:
-            if hole_end <= cursor or hole_begin >= end:
-                continue
-            if hole_begin > cursor:
-                left.append((cursor, hole_begin))
-            cursor = max(cursor, hole_end)
-        if cursor < end:
-            left.append((cursor, end))
+        while first < len(holes) and holes[first][1] <= begin:
+            first += 1
+        for index in range(first, len(holes)):
+            hole_begin, hole_end = holes[index]
+            if hole_begin >= end:
+                break
+            if hole_begin > begin:
+                left.append((begin, hole_begin))
+            begin = hole_end
+        if begin < end:
+            left.append((begin, end))
     return tuple(left)
 
 
 def intersect(left: Iterable[Range], right: Iterable[Range]) -> tuple[Range, ...]:
     """What is in both."""
-    left = normalise(left)
-    return subtract(left, subtract(left, right))
+    ours, theirs = normalise(left), normalise(right)
+    found: list[Range] = []
+    one = other = 0
+    while one < len(ours) and other < len(theirs):
+        begin = max(ours[one][0], theirs[other][0])
+        end = min(ours[one][1], theirs[other][1])
+        if begin < end:
+            found.append((begin, end))
+        if ours[one][1] < theirs[other][1]:
+            one += 1
+        else:
+            other += 1
+    return tuple(found)

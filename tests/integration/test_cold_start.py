@@ -27,15 +27,24 @@ READY = r'"event": ?"ready"'
 GATED = 4
 """Chunks that a gated disk gives before it waits."""
 GATE = f"""
+from rfork.storage.checkpoint import Checkpoint
 from rfork.storage.pieces import CheckpointChunks
-real, waited = CheckpointChunks.read, []
+read, load, waited = CheckpointChunks.read, Checkpoint.load_into, []
 
-def read(self, begin, end, into):
-    if begin >= {GATED * MIB} and not waited:
+def wait():
+    if not waited:
         waited.append(open({{gate!r}}).read())
-    real(self, begin, end, into)
 
-CheckpointChunks.read = read
+def gated_read(self, begin, end, into):
+    if begin >= {GATED * MIB}:
+        wait()
+    read(self, begin, end, into)
+
+def gated_load(self, module):
+    wait()
+    load(self, module)
+
+CheckpointChunks.read, Checkpoint.load_into = gated_read, gated_load
 """
 """What a process with a gated disk runs at its start: opening a FIFO waits until somebody writes to it."""
 
@@ -129,16 +138,23 @@ def test_a_cold_group_reads_its_checkpoint_once(group: Group, tiny_model: Path, 
     assert {"checkpoint": size, "peer": 2 * size} == told
 
 
-def test_a_leader_that_dies_is_replaced_without_starting_again(
-    group: Group, tiny_model: Path, expected_sha256: str
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow),
+    ],
+)
+def test_a_leader_that_is_lost_is_replaced_without_starting_again(
+    group: Group, tiny_model: Path, expected_sha256: str, number: signal.Signals
 ) -> None:
-    """SIGKILL in mid-read: one of the others reads on where it stopped, and nothing twice."""
+    """Dead or hung in mid-read: one of the others reads on where it stopped, and nothing twice."""
     leader = group.pull(checkpoint=tiny_model, gated=True)
     holds(leader, GATED)
     followers = [group.pull(checkpoint=tiny_model) for _ in range(2)]
     for follower in followers:
         holds(follower, GATED)
-    leader.signal(signal.SIGKILL)
+    leader.signal(number)
     reports = results(followers)
     size = cast(int, reports[0]["image_bytes"])
     assert ([expected_sha256] * 2, ["forked"] * 2, size - GATED * MIB) == (
@@ -161,6 +177,25 @@ def test_a_checkpoint_that_has_to_be_converted(
         [report["sha256"] for report in reports],
         storage_bytes(reports),
         len([name for name in names if re.match("loader:file://.*/float32$", name)]),
+    )
+
+
+def test_a_loader_that_dies_is_replaced(
+    group: Group, tiny_model: Path, tmp_path: Path, expected_sha256: str
+) -> None:
+    """Those that wait for a loader that gave nothing yet elect another when it is killed."""
+    loaded_model(tiny_model).float().save_pretrained(tmp_path / "float32")
+    leader = group.pull(checkpoint=tmp_path / "float32", gated=True)
+    leader.wait_for("loading for all that wait")
+    followers = [group.pull(checkpoint=tmp_path / "float32") for _ in range(2)]
+    for follower in followers:
+        follower.wait_for('"event": "planned"')
+    leader.signal(signal.SIGKILL)
+    reports = results(followers)
+    assert ([expected_sha256] * 2, ["forked"] * 2, reports[0]["image_bytes"]) == (
+        [report["sha256"] for report in reports],
+        [report["outcome"] for report in reports],
+        storage_bytes(reports),
     )
 
 

@@ -19,7 +19,6 @@ def violations(
     after = applied(fleet, demands, decisions)
     found: list[str] = []
     for demand in demands:
-        decision = decisions[demand.fork_id]
         found += (f"{demand.fork_id}: {each}" for each in _of_one(after, demands, demand, decisions, now))
         found += (f"{demand.fork_id}: {each}" for each in _unfed(fleet, after, demands, demand, decisions))
         found += (f"{demand.fork_id}: {each}" for each in _read_twice(after, demand, demands, decisions, now))
@@ -68,7 +67,10 @@ def _of_one(
         source = after.sources[each.source_id]
         for obstacle in _obstacles(source, demand, now):
             yield f"reads from {each.source_id}, which {obstacle}"
-        if not _same(names.get(each.source_id, (source.weights_id, source.draft)), (decision.weights_id, decision.draft)):
+        if not _same(
+            names.get(each.source_id, (source.weights_id, source.draft)),
+            (decision.weights_id, decision.draft),
+        ):
             yield f"reads other weights from {each.source_id}"
         if each.transports != tuple(name for name in target.transports if name in source.transports):
             yield f"has other transports than it shares with {each.source_id}"
@@ -117,7 +119,7 @@ def _unfed(
         share.source_id
         for share in demand.current
         # After a restart nobody's own reads are known until it asks: its reader's word counts.
-        if share.source_id not in targets and not fleet.shares.get(share.source_id)
+        if share.source_id not in targets and share.source_id not in fleet.shares
     }
     for each in decisions[demand.fork_id].assignments:
         if each.source_id in believed:
@@ -164,7 +166,9 @@ def _read_twice(
         source = after.sources.get(name)
         if source is None or name == own or any(_obstacles(source, demand, now)):
             continue
-        if not _same(names.get(name, (source.weights_id, source.draft)), (decision.weights_id, decision.draft)):
+        if not _same(
+            names.get(name, (source.weights_id, source.draft)), (decision.weights_id, decision.draft)
+        ):
             continue
         there = [chunk for share in shares if share.source_id == name for chunk in share.chunks]
         if intersect(new, there) and not (new == missing(demand) and _only_whole(after, demand, now)):

@@ -8,8 +8,12 @@ from typing import Final
 
 from planner.fleet import Decision, Demand, Group, Place, Share, Source, Storage
 from planner.leases import Clock
+from planner.metrics import Metrics
 from planner.policy import plan
+from planner.registry import Registry
+from planner.store.memory import MemoryStore
 from rfork.image.ranges import Range, count
+from rfork.settings import PlannerSettings
 from rfork.wire import ForkRequest, InstanceReport, Placement, Rank, SourceFault, StorageOffer
 
 LAYOUT: Final = "a" * 32
@@ -130,6 +134,13 @@ class FakeTime:
 
     def __post_init__(self) -> None:
         self.clock = Clock(monotonic=lambda: self.now, unix=lambda: self.now)
+
+
+def make_registry(time: FakeTime, store: MemoryStore | None = None, **settings: object) -> Registry:
+    """A registry without an application around it, that plans at once unless told to wait for others."""
+    chosen = PlannerSettings.model_validate({"secret": "s" * 32, "batch_s": 0, **settings})
+    store = store or MemoryStore(time.clock, keep_forks=chosen.keep_forks)
+    return Registry(chosen, store, time.clock, Metrics())
 
 
 def report(instance_id: str, *verified: Range, **changes: object) -> InstanceReport:

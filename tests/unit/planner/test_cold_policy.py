@@ -215,7 +215,8 @@ def test_weights_that_nobody_gives_any_more_do_not_part_the_group() -> None:
 def test_targets_that_reported_themselves_before_they_asked_share_the_snapshot_too() -> None:
     """That they are known does not make them holders."""
     arrivals = targets(2, chunk_count=20, storage=(SNAPSHOT,))
-    expected = {"t00": {"snapshot": ((0, 10),), "t01": ((10, 20),)}, "t01": {"snapshot": ((10, 20),), "t00": ((0, 10),)}}  # fmt: skip
+    low, high = ((0, 10),), ((10, 20),)
+    expected = {"t00": {"snapshot": low, "t01": high}, "t01": {"snapshot": high, "t00": low}}
     assert expected == together(group(*arrivals), *arrivals)
 
 

@@ -158,7 +158,9 @@ def test_the_weakest_of_all_read_in_order_of_what_they_can_give() -> None:
 
 def test_who_takes_no_reader_has_nobody_behind_it() -> None:
     """Both read from the last that has places."""
-    arrivals = [loading(name, chunk_count=K, max_readers=most) for name, most in (("a", 0), ("b", 0), ("c", 2))]
+    arrivals = [
+        loading(name, chunk_count=K, max_readers=most) for name, most in (("a", 0), ("b", 0), ("c", 2))
+    ]
     assert {"a": {"c": ALL}, "b": {"c": ALL}, "c": {"s": ALL}} == fan(group(source("s")), arrivals)
 
 
@@ -198,7 +200,7 @@ def test_a_dead_relays_children_are_fed_again_without_overloading_anybody() -> N
         target = fleet.sources[orphan]
         asked = Demand(f"fork-{orphan}", target, {dead: "SourceGone"}, fleet.shares[orphan])
         reads[orphan] = routes(plan(fleet, [asked], NOW)[asked.fork_id])
-    assert {name: K for name in reads} == {
+    assert dict.fromkeys(reads, K) == {
         name: sum(count(chunks) for chunks in parts.values()) for name, parts in reads.items()
     }
     assert max(loads(reads).values()) <= 1.5

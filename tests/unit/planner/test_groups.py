@@ -74,7 +74,7 @@ class Walk:
 
     def arrive(self) -> None:
         """Some come together."""
-        came = []
+        came: list[Demand] = []
         for _ in range(self.lots.randrange(1, 8)):
             name = f"t{len(self.sources) + len(came):03}-{self.lots.randrange(1000)}"
             storage = () if self.draft is None and self.lots.random() < 0.7 else (CHECKPOINT,)
@@ -96,7 +96,9 @@ class Walk:
                 ready = list(indices(intersect(share.chunks, there)))
                 got += from_indices(ready[: self.lots.randrange(len(ready) + 1)])
             weights_id = WEIGHTS if got and self.draft is None else None
-            target = replace(target, verified=normalise(got), weights_id=weights_id, draft=self.draft if got else None)
+            target = replace(
+                target, verified=normalise(got), weights_id=weights_id, draft=self.draft if got else None
+            )
             if target.verified == ALL:
                 target = replace(target, weights_id=WEIGHTS, state="serving")
                 self.index.leave(replace(fork, finish=ForkFinish(outcome="forked", seconds=1, bytes_read=1)))
@@ -275,7 +277,9 @@ def test_a_source_that_was_silent_comes_back_to_its_readers() -> None:
 def test_what_forks_read_is_counted_when_they_end() -> None:
     """From storage, and from one another."""
     index = live(seed("s"), loading("t"), forks=[record("t", {"s": ALL})])
-    finish = ForkFinish(outcome="forked", seconds=1, bytes_read=9, sources={"s": 5, "checkpoint:file:///c": 4})
+    finish = ForkFinish(
+        outcome="forked", seconds=1, bytes_read=9, sources={"s": 5, "checkpoint:file:///c": 4}
+    )
     index.leave(record("t", {}, finish=finish))
     index.leave(record("t", {}, finish=finish))
     assert (4, 5, {}) == (index.storage_bytes, index.forked_bytes, index.readers["s"])

@@ -36,6 +36,10 @@ STORAGES = (
     Storage("snapshot", "file:///o", OTHER_ORIGIN, OTHER_WEIGHTS),
     Storage("checkpoint", "file:///o", OTHER_ORIGIN),
 )
+NAMES: list[tuple[str | None, str | None]] = [
+    *[(WEIGHTS, None)] * 4, (OTHER_WEIGHTS, None), (WEIGHTS, ORIGIN), (None, ORIGIN), (None, OTHER_ORIGIN),
+    (None, None),
+]  # fmt: skip
 
 
 class Lots(Random):
@@ -66,9 +70,7 @@ def place(lots: Random, name: str) -> Place:
 
 def anybody(lots: Random, name: str) -> Source:
     """Any instance that the planner may know."""
-    weights_id, draft = lots.choice(
-        [(WEIGHTS, None)] * 4 + [(OTHER_WEIGHTS, None), (WEIGHTS, ORIGIN), (None, ORIGIN), (None, OTHER_ORIGIN), (None, None)]
-    )  # fmt: skip
+    weights_id, draft = lots.choice(NAMES)
     return seed(
         name,
         layout_id=lots.choice([LAYOUT] * 6 + [OTHER_LAYOUT]),
@@ -102,7 +104,15 @@ def reads(lots: Random, name: str, others: tuple[str, ...]) -> dict[str, tuple[R
 def fleet_of(lots: Random, names: tuple[str, ...]) -> Group:
     """Any fleet, with any routes, even ones that run in circles."""
     members = [anybody(lots, name) for name in names if lots.random() < 0.7]
-    return group(*members, reads={name: reads(lots, name, names) for name in names if lots.random() < 0.5})
+    able = {each.instance_id for each in members if each.storage and each.storage[0].kind != "loader"}
+    told = {name: reads(lots, name, names) for name in names if lots.random() < 0.5}
+    return group(
+        *members,
+        reads={
+            name: {source: chunks for source, chunks in parts.items() if source != name or name in able}
+            for name, parts in told.items()
+        },
+    )
 
 
 def demand_of(lots: Random, fleet: Group, name: str) -> Demand:
@@ -117,6 +127,8 @@ def demand_of(lots: Random, fleet: Group, name: str) -> Demand:
     current = fleet.shares.get(name, ()) if lots.random() < 0.7 else ()
     if lots.random() < 0.1:
         current = (*current, Share(lots.choice(named), some(lots)))
+    if name in fleet.sources:
+        target = replace(target, storage=fleet.sources[name].storage)
     return Demand(f"fork-{name}", target, blamed, current)
 
 
@@ -203,9 +215,7 @@ def test_the_order_of_the_demands_does_not_matter(lots: Random, members: int, nu
 
 @given(seeds, st.integers(0, 10), st.integers(1, 10))
 @settings(max_examples=200, deadline=None)
-def test_what_is_not_assigned_is_asked_for_again_or_explained(
-    lots: Lots, members: int, number: int
-) -> None:
+def test_what_is_not_assigned_is_asked_for_again_or_explained(lots: Lots, members: int, number: int) -> None:
     """A decision that leaves chunks out says that asking again may help, or why nobody gives any."""
     fleet = fleet_of(lots, MEMBERS[:members])
     demands = [demand_of(lots, fleet, name) for name in lots.sample(MEMBERS, number)]

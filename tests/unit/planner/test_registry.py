@@ -38,7 +38,7 @@ def test_three_targets_chain_behind_a_seed_that_takes_one_reader(planner: Planne
 
 def test_a_route_tells_all_that_is_needed_to_read(planner: PlannerClient, time: FakeTime) -> None:
     """Address, generation, chunks, transports, and a lease that the source's own key opens."""
-    key = planner.report(whole("s", generation=3)).lease_key
+    key = planner.report(whole("s", generation=3)).lease_keys[0]
     plan = planner.ask(ask("a"))
     route = plan.routes[0]
     claims = verify(route.lease.token, decode_key(key), source_id="s", now=time.now)
@@ -98,7 +98,7 @@ def test_progress_renews_the_leases_and_moves_the_relays_watermark(
     planner: PlannerClient, time: FakeTime
 ) -> None:
     """Both readers of the relay and the lists see how far it is."""
-    key = planner.report(whole("s")).lease_key
+    key = planner.report(whole("s")).lease_keys[0]
     planner.ask(ask("a"))
     time.now += 4
     lease = planner.progress("fork-a", half()).leases["s"]
@@ -125,7 +125,7 @@ def test_silent_instances_are_forgotten(planner: PlannerClient, time: FakeTime) 
 def test_a_drained_instance_stays_drained_whatever_it_reports(planner: PlannerClient) -> None:
     """The heartbeat of an instance that does not know does not undo the operator's word; removing does."""
     planner.report(whole("s"))
-    drained = planner.drain("s").report.state
+    drained = planner.drain("s", force=True).report.state
     planner.report(whole("s"))
     refused = planner.ask(ask("a")).reason
     planner.remove("s")
@@ -212,7 +212,7 @@ def test_a_dead_relays_place_goes_to_its_child(planner: PlannerClient) -> None:
     plan = planner.ask(ask("b", (0, 4), faults=(fault("a", "SourceGone"),)))
     assert ([("s", ((4, 12),))], ["b"]) == (
         [(route.source_id, route.chunks) for route in plan.routes],
-        [name for name, _ in planner.fork("fork-c").plan],
+        [share.source_id for share in planner.fork("fork-c").plan],
     )
 
 
@@ -266,8 +266,8 @@ def test_lists_filter_by_model_and_state(planner: PlannerClient) -> None:
     planner.report(whole("o", model="other"))
     planner.ask(ask("a"))
     planner.ask(ask("lone", model="none"))
-    assert ["s", "a"] == [view.report.instance_id for view in planner.instances(model="m")]
-    assert ["s", "o"] == [view.report.instance_id for view in planner.instances(state="serving")]
+    assert ["a", "s"] == [view.report.instance_id for view in planner.instances(model="m")]
+    assert ["o", "s"] == [view.report.instance_id for view in planner.instances(state="serving")]
     assert ["fork-a"] == [view.fork_id for view in planner.forks(state="running")]
     assert ["fork-lone"] == [view.fork_id for view in planner.forks(state="planning", model="none")]
 

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from planner.registry import Registry
+from planner.store.base import Change, StoreUnavailable
+from planner.store.memory import MemoryStore
+from rfork.wire import Plan
+from tests.unit.planner.builders import (
+    CHECKPOINT,
+    LOADER,
+    ORIGIN,
+    SNAPSHOT,
+    FakeTime,
+    ask,
+    fault,
+    make_registry,
+    offers,
+    report,
+    whole,
+)
+
+ALL = ((0, 12),)
+
+
+class CountingStore(MemoryStore):
+    """Counts plans, and loses the first ones it is told to."""
+
+    def __init__(self, time: FakeTime) -> None:
+        super().__init__(time.clock, keep_forks=100)
+        self.plans: list[int] = []
+        self.lost = 0
+
+    async def commit(self, change: Change) -> None:
+        """Count the change where it is a plan, and keep it."""
+        if change.group is not None:
+            if self.lost:
+                self.lost -= 1
+                raise StoreUnavailable("redis is away")
+            self.plans.append(len(change.forks))
+        await super().commit(change)
+
+
+@pytest.fixture
+def store(time: FakeTime) -> CountingStore:
+    """The store of `registry`."""
+    return CountingStore(time)
+
+
+@pytest.fixture
+def registry(time: FakeTime, store: CountingStore) -> Registry:
+    """A registry in which the first that asks waits for others."""
+    return make_registry(time, store, batch_s=0.02)
+
+
+def parts(plan: Plan) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Chunks by source, storage by its kind."""
+    peers = {route.source_id: route.chunks for route in plan.routes}
+    return peers | {str(read.kind): read.chunks for read in plan.storage}
+
+
+async def test_arrivals_in_one_window_share_one_plan(registry: Registry, store: CountingStore) -> None:
+    """Ten ask at once: one plan, in which each has its place."""
+    await registry.report(whole("s"))
+    names = [f"t{index}" for index in range(10)]
+    plans = await asyncio.gather(*(registry.ask(ask(name)) for name in names))
+    expected = [{"s": ALL}] + [{before: ALL} for before in names[:-1]]
+    assert ([10], expected) == (store.plans, [parts(plan) for plan in plans])
+
+
+async def test_groups_do_not_wait_for_one_another(registry: Registry, store: CountingStore) -> None:
+    """Each model has its own window."""
+    await asyncio.gather(*(registry.ask(ask(name, model=name)) for name in "ab"))
+    assert [1, 1] == store.plans
+
+
+async def test_who_lost_a_source_or_has_begun_does_not_wait(registry: Registry, store: CountingStore) -> None:
+    """They are planned before the window of the one that came first is over."""
+    await registry.report(whole("s", max_readers=4))
+    first = asyncio.create_task(registry.ask(ask("a")))
+    await registry.ask(ask("b", (0, 3)))
+    await registry.ask(ask("c", faults=(fault("x", "SourceGone"),)))
+    waiting = not first.done()
+    await first
+    assert (True, [1, 1, 1]) == (waiting, store.plans)
+
+
+async def test_a_caller_that_hangs_up_does_not_end_the_others_plan(registry: Registry) -> None:
+    """Not even the first, whose request opened the window."""
+    await registry.report(whole("s"))
+    first = asyncio.create_task(registry.ask(ask("a")))
+    second = asyncio.create_task(registry.ask(ask("b")))
+    await asyncio.sleep(0)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert {"a": ALL} == parts(await second)
+
+
+async def test_a_plan_that_fails_fails_for_all_that_share_it(
+    registry: Registry, store: CountingStore
+) -> None:
+    """Each is told, and the next window is a new one."""
+    await registry.report(whole("s"))
+    store.lost = 1
+    answers = await asyncio.gather(*(registry.ask(ask(name)) for name in "ab"), return_exceptions=True)
+    again = await registry.ask(ask("a"))
+    assert ([StoreUnavailable] * 2, {"s": ALL}) == ([type(answer) for answer in answers], parts(again))
+
+
+async def test_the_same_request_twice_in_one_window_is_one_fork(
+    registry: Registry, store: CountingStore
+) -> None:
+    """A caller that sent it again gets the same plan."""
+    await registry.report(whole("s"))
+    first, second = await asyncio.gather(registry.ask(ask("a")), registry.ask(ask("a")))
+    assert ([1], parts(first)) == (store.plans, parts(second))
+
+
+COLD = [
+    (SNAPSHOT, [{"snapshot": ((0, 12),)}, {"a": ALL}, {"b": ALL}]),
+    (CHECKPOINT, [{"checkpoint": ALL}, {"a": ALL}, {"b": ALL}]),
+    (LOADER, [{"loader": ALL}, {"a": ALL}, {"b": ALL}]),
+]
+
+
+@pytest.mark.parametrize(("storage", "expected"), COLD)
+@pytest.mark.parametrize("batch_s", [0.0, 0.02])
+async def test_one_of_a_cold_group_is_elected(
+    time: FakeTime, storage: object, expected: list[object], batch_s: float
+) -> None:
+    """Whether they come at once or one after another, storage is read once."""
+    registry = make_registry(time, batch_s=batch_s)
+    requests = [ask(name, storage=offers(storage)) for name in "abc"]  # type: ignore[arg-type]
+    if batch_s:
+        plans = list(await asyncio.gather(*(registry.ask(request) for request in requests)))
+    else:
+        plans = [await registry.ask(request) for request in requests]
+    assert expected == [parts(plan) for plan in plans]
+
+
+async def test_a_batch_shares_a_snapshot_in_a_ring(registry: Registry) -> None:
+    """With chunks enough for two, each reads half."""
+    requests = [ask(name, storage=offers(SNAPSHOT), chunk_count=20) for name in "ab"]
+    plans = await asyncio.gather(*(registry.ask(request) for request in requests))
+    low, high = ((0, 10),), ((10, 20),)
+    assert [{"snapshot": low, "b": high}, {"snapshot": high, "a": low}] == [parts(plan) for plan in plans]
+
+
+async def test_a_leader_that_dies_is_replaced_by_a_follower(time: FakeTime) -> None:
+    """The follower reads from storage what nobody holds, and the next one stays behind it."""
+    registry = make_registry(time)
+    for name in "abc":
+        await registry.ask(ask(name, storage=offers(CHECKPOINT)))
+    await registry.remove("a")
+    held: dict[str, Any] = {"weights_id": None, "draft": ORIGIN, "storage": offers(CHECKPOINT)}
+    await registry.report(report("c", (0, 4), **held))
+    gone = (fault("a", "SourceGone"),)
+    first = await registry.ask(ask("b", (0, 5), faults=gone, **held))
+    second = await registry.ask(ask("c", (0, 4), **held))
+    assert [{"checkpoint": ((5, 12),)}, {"b": ((4, 12),)}] == [parts(first), parts(second)]
+    assert [ORIGIN, ORIGIN] == [first.draft, second.draft]
+
+
+async def test_an_elected_one_whose_storage_fails_hands_over(time: FakeTime) -> None:
+    """The other is elected when it asks, and the first stands behind it then."""
+    registry = make_registry(time)
+    for name in "ab":
+        await registry.ask(ask(name, storage=offers(CHECKPOINT)))
+    failed = (fault("a", "StorageError", "storage"),)
+    nobody = await registry.ask(ask("a", faults=failed, storage=offers(CHECKPOINT)))
+    elected = await registry.ask(ask("b", storage=offers(CHECKPOINT)))
+    behind = await registry.ask(ask("a", storage=offers(CHECKPOINT)))
+    assert [{}, {"checkpoint": ALL}, {"b": ALL}] == [parts(each) for each in (nobody, elected, behind)]
+
+
+async def test_without_offers_nobody_reads_storage_for_others(registry: Registry) -> None:
+    """Each is told that nobody holds the model, at once."""
+    plans = await asyncio.gather(*(registry.ask(ask(name)) for name in "ab"))
+    assert [({}, None)] * 2 == [(parts(plan), plan.retry_after_s) for plan in plans]

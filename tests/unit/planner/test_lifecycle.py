@@ -1,0 +1,284 @@
+"""What becomes of instances and forks with time, changes of weights, drains and failing stores."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.problems import ProblemError
+from planner.registry import Registry
+from planner.store.base import Change, Conflict, StoreUnavailable
+from planner.store.memory import MemoryStore
+from rfork.wire import ForkFinish, ForkProgress, MayExit, Plan, Share
+from tests.unit.planner.builders import (
+    CHUNKS,
+    OTHER_LAYOUT,
+    OTHER_WEIGHTS,
+    FakeTime,
+    ask,
+    fault,
+    make_registry,
+    report,
+    whole,
+)
+
+ALL = ((0, CHUNKS),)
+FORKED = ForkFinish(outcome="forked", seconds=1, bytes_read=CHUNKS << 20)
+
+
+class WeakStore(MemoryStore):
+    """A store that fails as often as it is told to, with the error it is told."""
+
+    def __init__(self, time: FakeTime) -> None:
+        super().__init__(time.clock, keep_forks=10)
+        self.failures = 0
+        self.error: Exception = StoreUnavailable("redis is away")
+
+    async def commit(self, change: Change) -> None:
+        """Fail, or keep the change."""
+        if self.failures and (change.group is not None or not isinstance(self.error, Conflict)):
+            self.failures -= 1
+            raise self.error
+        await super().commit(change)
+
+
+@pytest.fixture
+def registry(time: FakeTime) -> Registry:
+    """A registry that plans each arrival at once."""
+    return make_registry(time)
+
+
+def chunks(count: int, rate: float = 1.0) -> ForkProgress:
+    """Progress of the first so many chunks."""
+    return ForkProgress(verified=((0, count),) if count else (), bytes_read=count << 20, bytes_per_s=rate)
+
+
+def routes(plan: Plan) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Chunks by source."""
+    return {route.source_id: route.chunks for route in plan.routes}
+
+
+async def chain(registry: Registry, names: str, *, most: int = 4) -> None:
+    """A seed and a chain of targets behind it."""
+    await registry.report(whole("s", max_readers=most))
+    for name in names:
+        await registry.ask(ask(name, max_readers=most))
+
+
+async def test_new_weights_fence_the_readers_of_the_old_ones(registry: Registry) -> None:
+    """No lease is renewed for the old generation, and a new plan may read the new one."""
+    await chain(registry, "a")
+    before = set((await registry.progress("fork-a", chunks(3))).leases)
+    await registry.report(whole("s", generation=1, weights_id=OTHER_WEIGHTS))
+    after = set((await registry.progress("fork-a", chunks(4))).leases)
+    again = await registry.ask(ask("a", faults=(fault("s", "SourceChanged"),)))
+    assert ({"s"}, set(), {"s": ALL}, OTHER_WEIGHTS) == (before, after, routes(again), again.weights_id)
+
+
+async def test_chunks_of_the_old_weights_are_not_mixed_with_the_new(registry: Registry) -> None:
+    """A fork that has begun is given nobody, and told why."""
+    await chain(registry, "a")
+    await registry.report(whole("s", generation=1, weights_id=OTHER_WEIGHTS))
+    plan = await registry.ask(ask("a", (0, 4), faults=(fault("s", "SourceChanged"),)))
+    assert {} == routes(plan)
+    assert f"s holds other weights ({OTHER_WEIGHTS})" in plan.reason
+
+
+EXITS = [
+    ("unknown", [], False, True, 0, "the planner does not know it: nobody is sent to it"),
+    ("read from", ["s"], True, False, 1, "1 forks read from it"),
+    (
+        "idle",
+        ["s", "t"],
+        False,
+        True,
+        0,
+        "nobody reads from it; drain it first, or somebody may be sent to it",
+    ),
+]
+
+
+@pytest.mark.parametrize(("why", "seeds", "reader", "may", "readers", "reason"), EXITS)
+async def test_may_exit(
+    registry: Registry, why: str, seeds: list[str], reader: bool, may: bool, readers: int, reason: str
+) -> None:
+    """What a preStop hook is told of `s`."""
+    for name in seeds:
+        await registry.report(whole(name))
+    if reader:
+        await registry.ask(ask("a"))
+    assert MayExit(may_exit=may, readers=readers, reason=reason) == await registry.may_exit("s")
+
+
+async def test_a_drained_seed_may_exit_once_its_readers_are_done(registry: Registry) -> None:
+    """It keeps the readers it has, and gets no new ones."""
+    await registry.report(whole("t", max_readers=0))
+    await chain(registry, "a")
+    await registry.drain("s")
+    kept = await registry.ask(ask("a"))
+    refused = await registry.ask(
+        ask("b", placement={"host": "elsewhere"}, faults=(fault("a", "SourceBusy"),))
+    )
+    waits = (await registry.may_exit("s")).may_exit
+    await registry.finish("fork-a", FORKED)
+    assert ({"s": ALL}, {}, False, "it is drained and nobody reads from it") == (
+        routes(kept), routes(refused), waits, (await registry.may_exit("s")).reason,
+    )  # fmt: skip
+
+
+async def test_the_last_seed_is_not_drained_without_force(registry: Registry) -> None:
+    """Nor may it exit while forks are under way that may need it."""
+    await chain(registry, "ab")
+    with pytest.raises(ProblemError) as refused:
+        await registry.drain("s")
+    drained = await registry.drain("s", force=True)
+    await registry.finish("fork-a", FORKED)
+    assert (409, "last-seed", "draining") == (refused.value.status, refused.value.slug, drained.source.state)
+    assert not (await registry.may_exit("s")).may_exit
+
+
+@pytest.mark.parametrize(
+    ("other", "last"),
+    [
+        (whole("o"), False),
+        (whole("o", weights_id=OTHER_WEIGHTS), True),
+        (whole("o", layout_id=OTHER_LAYOUT), True),
+        (whole("o", state="draining"), True),
+        (report("o", (0, 11)), True),
+        (whole("o", model="other"), True),
+    ],
+)
+async def test_who_counts_as_another_seed(registry: Registry, other: object, last: bool) -> None:
+    """Complete, of the same weights and layout, and not draining itself."""
+    await registry.report(whole("s"))
+    await registry.report(other)  # type: ignore[arg-type]
+    try:
+        await registry.drain("s")
+        refused = False
+    except ProblemError:
+        refused = True
+    assert last == refused
+
+
+async def test_a_relay_is_never_the_last_seed(registry: Registry) -> None:
+    """It may be drained."""
+    await chain(registry, "a")
+    assert "draining" == (await registry.drain("a")).source.state
+
+
+async def test_the_silent_are_forgotten_with_their_forks(registry: Registry, time: FakeTime) -> None:
+    """The seed goes on; the silent target's place is free, and others are not affected."""
+    await chain(registry, "a", most=1)
+    for _ in range(4):
+        time.now += 6
+        await registry.report(whole("s", max_readers=1))
+    with pytest.raises(ProblemError) as unknown:
+        registry.instance("a")
+    fork = registry.fork("fork-a")
+    assert (404, "failed", {"s": ALL}) == (
+        unknown.value.status,
+        fork.state,
+        routes(await registry.ask(ask("b"))),
+    )
+
+
+async def test_progress_is_a_sign_of_life(registry: Registry, time: FakeTime) -> None:
+    """A target that is busy reading sends no heartbeat, and is not forgotten."""
+    await chain(registry, "a")
+    for count in range(1, 8):
+        time.now += 10
+        await registry.report(whole("s"))
+        await registry.progress("fork-a", chunks(count))
+    instance, fork = registry.instance("a").report, registry.fork("fork-a")
+    assert ("loading", "running", ((0, 7),)) == (instance.state, fork.state, instance.verified)
+
+
+async def test_quarantine_ends_and_its_reason_is_shown_until_then(registry: Registry, time: FakeTime) -> None:
+    """A source that lied gets no reader for a minute."""
+    await chain(registry, "a")
+    await registry.ask(ask("a", faults=(fault("s", "SourceCorrupt"),)))
+    shown = [registry.instance("s").view(time.now).quarantined]
+    for _ in range(6):
+        time.now += 10
+        await registry.report(whole("s"))
+    shown.append(registry.instance("s").view(time.now).quarantined)
+    assert (["SourceCorrupt", None], {"s": ALL}) == (shown, routes(await registry.ask(ask("b"))))
+
+
+async def test_readers_of_a_relay_that_falls_behind_are_told_to_ask_again(
+    registry: Registry, time: FakeTime
+) -> None:
+    """Once: the new plan, made with that known, is to be kept."""
+    await chain(registry, "abcdef")
+    for name, count in {"a": 10, "b": 9, "c": 1, "d": 1, "e": 1, "f": 1}.items():
+        await registry.progress(f"fork-{name}", chunks(count))
+    time.now += 2
+    told = {name: (await registry.progress(f"fork-{name}", chunks(1))).ask_again for name in "bd"}
+    await registry.ask(ask("d", (0, 1), max_readers=4))
+    after = (await registry.progress("fork-d", chunks(1))).ask_again
+    assert ({"b": None, "d": "source c falls behind"}, None) == (told, after)
+
+
+async def test_a_slow_mark_ends_with_the_fork_it_was_given_for(registry: Registry, time: FakeTime) -> None:
+    """The instance's next fork starts without it."""
+    await chain(registry, "abcdef")
+    for name, count in {"a": 10, "b": 9, "c": 1, "d": 1, "e": 1, "f": 1}.items():
+        await registry.progress(f"fork-{name}", chunks(count))
+    time.now += 2
+    await registry.sweep()
+    slow = registry.instance("c").source.slow
+    await registry.ask(ask("c").model_copy(update={"fork_id": "again"}))
+    assert (True, False) == (slow, registry.instance("c").source.slow)
+
+
+async def test_progress_renews_leases_while_the_store_is_away(time: FakeTime) -> None:
+    """Forks under way do not end with the store; other calls say that it is away."""
+    store = WeakStore(time)
+    registry = make_registry(time, store)
+    await chain(registry, "a")
+    store.failures = 1
+    leases = set((await registry.progress("fork-a", chunks(3))).leases)
+    store.failures = 1
+    with pytest.raises(StoreUnavailable):
+        await registry.ask(ask("b"))
+    assert ({"s"}, {"a": ALL}) == (leases, routes(await registry.ask(ask("b"))))
+
+
+async def test_a_planner_that_restarted_keeps_the_routes_it_is_told_of(time: FakeTime) -> None:
+    """Each target tells what it reads, in whatever order they come."""
+    for order in ("abc", "cba", "bac"):
+        registry = make_registry(time)
+        await registry.report(whole("s", readers=("fork-a",)))
+        for name, reader in {"a": "b", "b": "c"}.items():
+            await registry.report(report(name, (0, 4), readers=(f"fork-{reader}",)))
+        told = {"a": "s", "b": "a", "c": "b"}
+        plans = {}
+        for name in order:
+            current = (Share(source_id=told[name], chunks=((4, 12),)),)
+            asked = ask(name, (0, 4)).model_copy(update={"current": current})
+            plans[name] = routes(await registry.ask(asked))
+        assert {name: {source: ((4, 12),)} for name, source in told.items()} == plans
+
+
+@pytest.mark.parametrize(("conflicts", "planned"), [(1, True), (19, True), (20, False)])
+async def test_a_plan_that_others_were_quicker_than_is_made_anew(
+    time: FakeTime, conflicts: int, planned: bool
+) -> None:
+    """Twenty times at most; then the caller is told to come back."""
+    store = WeakStore(time)
+    registry = make_registry(time, store)
+    await registry.report(whole("s"))
+    store.failures, store.error = conflicts, Conflict()
+    try:
+        plan = routes(await registry.ask(ask("a")))
+        answer = (200, "", plan)
+    except ProblemError as error:
+        answer = (error.status, error.slug, {})
+    assert ((200, "", {"s": ALL}) if planned else (503, "busy", {})) == answer
+
+
+async def test_what_a_target_reads_now_is_checked(registry: Registry) -> None:
+    """Chunks past the image's end are the caller's mistake."""
+    current = (Share(source_id="s", chunks=((4, 13),)),)
+    with pytest.raises(ProblemError) as refused:
+        await registry.ask(ask("a").model_copy(update={"current": current}))
+    assert (422, "invalid-request") == (refused.value.status, refused.value.slug)

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.state import State
+from planner.store.records import ForkRecord, Read
+from rfork.wire import ForkFinish, Rank
+from tests.unit.planner.builders import LAYOUT, demand, loading
+from tests.unit.planner.records import GROUP, fork, instance
+
+OTHER = ("other", GROUP[1])
+
+
+def state(keep_forks: int = 10) -> State:
+    """A replica that knows nothing yet."""
+    return State(keep_forks=keep_forks)
+
+
+def reading(name: str, source: str, *, ended: bool = False, **changes: object) -> ForkRecord:
+    """The fork `name` of instance `of-name`, which reads the whole image of one chunk."""
+    return fork(name, ended=ended, reads=(Read(source, ((0, 1),), ("http",), 0),), **changes)
+
+
+def test_instances_are_listed_in_the_order_they_came() -> None:
+    """A heartbeat does not change it."""
+    known = state()
+    known.apply([instance("b"), instance("a")])
+    known.apply([instance("b", seen_at=5.0)])
+    assert ["b", "a"] == [each.report.instance_id for each in known.instances()]
+
+
+def test_the_silent_are_those_not_heard_of_for_their_time() -> None:
+    """Ten seconds, counted from the last report."""
+    known = state()
+    known.apply([instance("a", seen_at=0.0), instance("b", seen_at=1.0)])
+    known.apply([instance("a", seen_at=2.0)])
+    silent = [[each.report.instance_id for each in known.silent_instances(now)] for now in (10.0, 11.0, 12.0)]
+    assert [[], ["b"], ["b", "a"]] == silent
+
+
+def test_the_forks_that_are_silent_are_told_oldest_first() -> None:
+    """Those that have ended are not."""
+    known = state()
+    known.apply(forks=[fork("a", seen_at=1.0), fork("b", seen_at=2.0), fork("c", ended=True)])
+    assert [["a"], ["a", "b"]] == [[each.fork_id for each in known.silent_forks(at)] for at in (1.0, 2.0)]
+
+
+def test_an_instance_that_changes_its_model_changes_its_group() -> None:
+    """The old group is gone with its last member."""
+    known = state()
+    known.apply([instance("a")])
+    known.apply([instance("a", model="other")])
+    assert [OTHER] == [(group.model, group.rank_key) for group in known.groups()]
+    assert {} == known.group(GROUP).sources
+
+
+def test_other_ranks_of_a_model_are_known() -> None:
+    """For the reason of a plan without routes."""
+    known = state()
+    known.apply([instance("a"), instance("b", rank=Rank(tp=1, tp_size=2)), instance("c", model="other")])
+    assert (Rank(tp=1, tp_size=2).key,) == known.other_ranks(GROUP)
+
+
+def test_readers_from_before_a_restart_count_until_they_ask() -> None:
+    """A fork that is known counts by its plan."""
+    known = state()
+    known.apply([instance("s", readers=("x", "y"))])
+    strangers = set(known.group(GROUP).readers["s"])
+    known.apply([instance("of-x")], [reading("x", "t")])
+    known.apply([instance("s", readers=("x", "y"))])
+    assert ({"x", "y"}, {"y"}) == (strangers, set(known.group(GROUP).readers["s"]))
+
+
+def test_a_fork_counts_as_a_reader_until_it_ends() -> None:
+    """Of each source of its newest plan, and of no other."""
+    known = state()
+    known.apply([instance("s"), instance("t"), instance("of-x")], [reading("x", "s")])
+    known.apply(forks=[reading("x", "t")])
+    during = {name: set(readers) for name, readers in known.group(GROUP).readers.items() if readers}
+    known.apply(forks=[reading("x", "t", ended=True)])
+    after = {name: set(readers) for name, readers in known.group(GROUP).readers.items() if readers}
+    assert ({"t": {"x"}}, {}) == (during, after)
+
+
+def test_the_fork_under_way_of_an_instance_is_found() -> None:
+    """Until it ends; a later one takes its place."""
+    known = state()
+    known.apply(forks=[fork("a")])
+    found = [known.live_fork_of("of-a")]
+    known.apply(forks=[fork("a", ended=True)])
+    found.append(known.live_fork_of("of-a"))
+    assert [fork("a"), None] == found
+
+
+def test_progress_alone_moves_no_reader() -> None:
+    """The group's index is left as it is, and the listener hears of it all the same."""
+    known = state()
+    heard: list[ForkRecord] = []
+    stop = known.subscribe(heard.append)
+    known.apply([instance("s"), instance("of-x")], [reading("x", "s")])
+    known.apply(forks=[reading("x", "s", seen_at=3.0)])
+    stop()
+    known.apply(forks=[reading("x", "s", seen_at=4.0)])
+    assert ([0.0, 3.0], {"x": 1.0}) == ([each.seen_at for each in heard], known.group(GROUP).readers["s"])
+
+
+def test_what_forks_read_is_summed_by_group() -> None:
+    """When they end."""
+    known = state()
+    known.apply([instance("s"), instance("of-x")], [reading("x", "s")])
+    finish = ForkFinish(outcome="forked", seconds=1, bytes_read=9, sources={"s": 5, "loader:": 4})
+    known.apply(forks=[replace(reading("x", "s"), finish=finish)])
+    group = known.group(GROUP)
+    assert (5, 4) == (group.forked_bytes, group.storage_bytes)
+
+
+def test_clearing_forgets_everything() -> None:
+    """What a store holds is then loaded anew."""
+    known = state()
+    known.apply([instance("s"), instance("of-x")], [reading("x", "s")])
+    known.clear()
+    view = known.group(GROUP).view([demand(loading("t"))])
+    assert ([], [], [], {}) == (known.instances(), known.forks(), known.groups(), view.holders)
+    known.apply([instance("s")])
+    assert 1 == sum(each.seeds for each in known.group(GROUP).holders_of(LAYOUT).values())

@@ -15,11 +15,11 @@ compared with the seed's after each run, by weights_id and by a SHA-256 that the
 "eta" is (S/B)/T; "bound" what the links allow at least. "the rest" are the targets with whole links, "a
 joiner" is the longest that a late one took from its own go. "sent" and "received" are the most of any
 host, in S, headers and acknowledgements included; the last lines have them host by host. "replans" are
-those of all targets together, "repeated" what they read twice, in S. "cpu" is the busy part of the
+those of all targets together. "cpu" is the busy part of the
 processors, "own" what the case's processes used: where nearly all is used, processors limit as links do,
 and T says little: lower `--rate`. Options of rfork may be set (RFORK_WINDOW, …).
 
-Needs root, `ip` and `tc`.
+Needs root, `ip` and `tc`; without them it says so, and measures nothing.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ import argparse
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from types import FrameType
 from typing import Final
 
 from benchmarks import fanout_draw, harness, netlab
+from benchmarks.fanout_case import Case, Outcome
 from benchmarks.fanout_crew import Crew
-from benchmarks.fanout_run import Case, Outcome, Runner
-from benchmarks.harness import Options, Row
+from benchmarks.fanout_run import Runner
+from benchmarks.fanout_table import figures, host_rows, limit_row, rows_of, warnings
+from benchmarks.harness import Options
 from rfork import logs
 from rfork.errors import RforkError
 
@@ -45,8 +47,6 @@ SIZES: Final = (1, 3, 7, 15)
 IMAGE_MIB, QUICK_IMAGE_MIB = 256, 64
 RATE_MBIT: Final = 200.0
 ROUNDS, QUICK_ROUNDS = 3, 1
-SATURATED: Final = 0.9
-"""Busy part of the processors from which on these are what limits."""
 LIMIT: Final = Case("limit", 1)
 
 
@@ -63,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write what was asked for; `arguments` are the command line's unless given."""
     options, lines, cases = parse(arguments)
     if missing := netlab.why_not():
-        raise SystemExit(f"SKIPPED: {missing}")
+        print(f"SKIPPED: {missing}")
+        return
     logs.configure(json=False, level="error")
     signal.signal(signal.SIGTERM, _leave)  # the lab is taken down on any way out
     outcomes: dict[Case, list[Outcome]] = {case: [] for case in (LIMIT, *cases)}
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             {case.name: _contender(runner, case, kept) for case, kept in outcomes.items()}, options.rounds
         )
     unit_s = median(outcome.longest_own(LIMIT.target_hosts) for outcome in outcomes.pop(LIMIT))
-    rows = [limit_row(unit_s)]
+    rows = [limit_row(LIMIT, unit_s)]
     for case, runs in outcomes.items():
         rows += rows_of(case, runs, lines.size, unit_s)
     harness.publish(
@@ -150,113 +151,6 @@ def all_cases(sizes: Sequence[int]) -> list[Case]:
             Case("rfork", fleet, slow=1),
         ]
     return [*cases, Case("rfork", 1, seeds=2, seed_rate=0.5), Case("rfork", 1, seeds=4, seed_rate=0.25)]
-
-
-def limit_row(unit_s: float) -> Row:
-    """The physical limit."""
-    return {"case": LIMIT.name, "T in S/B": 1.0, "seconds": unit_s}
-
-
-def rows_of(case: Case, runs: Sequence[Outcome], size: int, unit_s: float) -> list[Row]:
-    """A case's lines of the table, medians of the rounds."""
-
-    def middle(value: Callable[[Outcome], float]) -> float:
-        return median(value(run) for run in runs)
-
-    seconds = middle(lambda run: run.seconds)
-    rows: list[Row] = [
-        {
-            "case": case.name,
-            "T in S/B": seconds / unit_s,
-            "seconds": seconds,
-            "least": min(run.seconds for run in runs) / unit_s,
-            "most": max(run.seconds for run in runs) / unit_s,
-            "bound": case.bound,
-            "eta": unit_s / seconds,
-            "sent": middle(lambda run: max(host.sent for host in run.traffic.values())) / size,
-            "received": middle(lambda run: max(host.received for host in run.traffic.values())) / size,
-            "replans": middle(lambda run: sum(each.replans for each in run.answers.values())),
-            "repeated": middle(lambda run: sum(each.repeated for each in run.answers.values())) / size,
-            "cpu": middle(lambda run: run.busy),
-            "own": middle(lambda run: run.busy_crew),
-        }
-    ]
-    if case.slow:
-        rest = middle(lambda run: run.longest(rest_of(case)))
-        rows.append({"case": "  the rest", "T in S/B": rest / unit_s, "seconds": rest})
-    if case.late:
-        own = middle(lambda run: run.longest_own(case.late_hosts))
-        rows.append({"case": "  a joiner", "T in S/B": own / unit_s, "seconds": own})
-    return rows
-
-
-def rest_of(case: Case) -> tuple[str, ...]:
-    """The targets whose links are whole."""
-    return tuple(host for host in case.target_hosts if host not in case.slow_hosts)
-
-
-def host_rows(outcomes: Mapping[Case, Sequence[Outcome]], size: int, unit_s: float) -> list[Row]:
-    """Host by host, for the largest fleet that all came at once: when complete, sent, received."""
-    plain = [case for case in outcomes if case.mode == "rfork" and case.undisturbed]
-    if not plain:
-        return []
-    case = max(plain, key=lambda each: each.targets)
-    run = sorted(outcomes[case], key=lambda each: each.seconds)[len(outcomes[case]) // 2]
-    rows: list[Row] = []
-    for host in (*case.seed_hosts, *case.target_hosts):
-        seconds = run.longest((host,)) if host in case.target_hosts else None
-        rows.append(
-            {
-                "case": f"  N = {case.targets}: {host}",
-                "T in S/B": seconds / unit_s if seconds else None,
-                "seconds": seconds,
-                "sent": run.traffic[host].sent / size,
-                "received": run.traffic[host].received / size,
-            }
-        )
-    return rows
-
-
-def figures(outcomes: Mapping[Case, Sequence[Outcome]], size: int, unit_s: float) -> dict[str, float]:
-    """The figures that DESIGN section 8 names, and what else the cases tell."""
-    named: dict[str, float] = {}
-    egress: list[float] = []
-    stripes: list[float] = []
-    for case, runs in outcomes.items():
-        total = median(run.seconds for run in runs) / unit_s
-        if case.seed_rate != 1:
-            stripes.append(total / case.bound)
-            named[f"stripe_{case.seeds}_vs_bound"] = stripes[-1]
-        elif case.slow:
-            named["fanout_slow"] = total
-            named["fanout_slow_rest"] = median(run.longest(rest_of(case)) for run in runs) / unit_s
-        elif case.late:
-            named["fanout_late"] = total
-            named["fanout_late_joiner"] = median(run.longest_own(case.late_hosts) for run in runs) / unit_s
-        else:
-            kind = "" if case.mode == "rfork" else f"{case.mode}_"
-            kind += f"seeds{case.seeds}_" if case.seeds > 1 else ""
-            named[f"fanout_{kind}n{case.targets}"] = total
-            if case.mode == "rfork":
-                egress.append(median(max(host.sent for host in run.traffic.values()) for run in runs) / size)
-    if egress:
-        named["fanout_max_egress"] = max(egress)
-    if stripes:
-        named["stripe_vs_bound"] = max(stripes)
-    return named
-
-
-def warnings(outcomes: Mapping[Case, Sequence[Outcome]]) -> list[str]:
-    """Where the processors, and not the links, were what limits; and whether this run had them to itself."""
-    lines: list[str] = []
-    for case, runs in outcomes.items():
-        busy, own = median(run.busy for run in runs), median(run.busy_crew for run in runs)
-        if busy >= SATURATED:
-            why = "lower --rate" if own >= busy / 2 else f"other work had most of them (these {own:.0%})"
-            lines.append(
-                f"{case.name}: the processors were {busy:.0%} busy, and limit as the links do: {why}"
-            )
-    return lines
 
 
 def _contender(runner: Runner, case: Case, kept: list[Outcome]) -> harness.Contender:

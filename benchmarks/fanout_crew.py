@@ -26,6 +26,7 @@ from rfork.errors import RforkError
 
 PLANNER: Final = "planner"
 PORT: Final = 8700
+NODE: Final = "from benchmarks.fanout_node import main; main()"
 START_S: Final = 120.0
 STEP_S: Final = 60.0
 """Most seconds for any command that moves no weights."""
@@ -150,7 +151,7 @@ class Crew:
         self._run(PLANNER, ["-m", "rfork", "planner"], planner, folder)
         for name in self._names:
             variables = {"RFORK_PLANNER": url, "RFORK_BIND": self.lab.address(name), "RFORK_HOST": name}
-            self._run(name, ["-m", "benchmarks.fanout_node", path, name, str(self.size)], variables, folder)
+            self._run(name, ["-c", NODE, path, name, str(self.size)], variables, folder)
         for _ in self._names:
             self._meet(listener, folder)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.fanout_run import Case, Outcome
+from benchmarks.fanout_case import Case, Outcome
 from rfork.errors import MissingExtra
 
 COLUMNS = 3

@@ -1,8 +1,8 @@
 """One host of `benchmarks.fanout`: a process that seeds and forks by rfork's public functions, as it is told.
 
-``python -m benchmarks.fanout_node SOCKET NAME BYTES``, inside a host of a lab. Its options are rfork's own
-environment variables. It says its name on the Unix socket, obeys (`benchmarks.fanout_wire`), and ends
-with the connection.
+`main` runs in a process of its own, inside a host of a lab; its options are rfork's own environment
+variables. It says its name on the Unix socket, obeys (`benchmarks.fanout_wire`), and ends with the
+connection.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -108,7 +107,6 @@ class Node:
             points=((began, 0), *points),
             weights_id=report.weights_id,
             replans=report.replans,
-            repeated=report.bytes_repeated,
         )
 
     def _give(self) -> Answer:
@@ -132,9 +130,9 @@ class Node:
         return Answer(began=began, ended=time.monotonic())
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Connect and obey until the connection ends."""
-    path, name, size = arguments
+def main() -> None:
+    """Connect and obey until the connection ends. Arguments: path of the socket, name, bytes of the image."""
+    path, name, size = sys.argv[1:]
     told = settings.load(Settings)
     logs.configure(json=told.log_json, level=told.log_level)
     torch.set_num_threads(1)  # the hosts of a lab share the cores of one machine
@@ -150,7 +148,3 @@ def main(arguments: Sequence[str]) -> None:
                     answer = Answer(error=f"{name}: {type(error).__name__}: {error}")
                 connection.sendall(fanout_wire.line(answer))
     node.obey(Command("rest"))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

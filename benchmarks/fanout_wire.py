@@ -34,7 +34,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a node has done; `error` says why it could not, empty where it could; `repeated` in bytes."""
+    """What a node has done; `error` says why it could not, empty where it could."""
 
     error: str = ""
     began: float = 0.0
@@ -44,7 +44,6 @@ class Answer:
     sha256: str = ""
     port: int = 0
     replans: int = 0
-    repeated: int = 0
 
 
 def line(message: Command | Answer) -> bytes:

@@ -53,6 +53,9 @@ def plan(group: Group, demands: Sequence[Demand], now: float) -> dict[str, Decis
             if demand.target.watermark < demand.target.chunk_count:
                 working.release(demand)
                 _attach(working, demand)
+    for demand in demands:
+        if working.decisions[demand.fork_id].storage:
+            _name_another_layout(working, demand)
     return working.decisions
 
 
@@ -80,8 +83,10 @@ def _plan_alike(working: Working, demands: list[Demand]) -> None:
         fresh = fan_out(
             working, fresh, [source for source in sources if same_weights(source, fresh[0].target)]
         )
-    if len(fresh) > 1 and not any(
-        source.verified or working.shares(source.instance_id) for source in sources
+    if (
+        len(fresh) > 1
+        and first.transports
+        and not any(source.verified or working.shares(source.instance_id) for source in sources)
     ):
         fresh = elect(working, fresh)
     for demand in fresh:
@@ -129,6 +134,20 @@ def _attach(working: Working, demand: Demand) -> None:
             also = reasons.other_layouts(working.group, others, "this model and rank")
             decision = replace(decision, reason=f"{decision.reason}; {also}")
     working.decide(demand, decision)
+
+
+def _name_another_layout(working: Working, demand: Demand) -> None:
+    """Storage is read though the model is held: with another layout, which its builder should know."""
+    alive = _alive(working, demand.target.instance_id)
+    others = [source for source in alive if not _alike(source, demand.target) and source.complete]
+    if others and not any(source.complete for source in alive if source not in others):
+        decision = working.decisions[demand.fork_id]
+        also = reasons.other_layouts(working.group, others, "this model and rank")
+        working.decisions[demand.fork_id] = replace(
+            decision,
+            reason=f"{decision.reason}; {also}",
+            other_layout=reasons.representative(others).instance_id,
+        )
 
 
 def _open(working: Working, demand: Demand, sources: list[Source]) -> bool:

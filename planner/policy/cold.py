@@ -63,11 +63,11 @@ def elect(working: Working, demands: Sequence[Demand]) -> list[Demand]:
 
 def _share(working: Working, readers: list[Demand], able: Mapping[str, Storage]) -> list[Demand]:
     """Have as many as can read the snapshot together; returns those that have a plan now."""
-    seated = [demand for demand in readers if demand.target.max_readers >= 2]
+    seated = [demand for demand in readers if working.seats(demand.target) >= 2]
     if len(seated) * SHORT > seated[0].target.chunk_count if seated else False:
         two_trees(working, seated, (), able)
         return seated
-    readers = [demand for demand in readers if demand.target.max_readers] or readers[:1]
+    readers = [demand for demand in readers if working.seats(demand.target)] or readers[:1]
     readers = readers[: max(1, readers[0].target.chunk_count // SHORT)]
     _ring(working, readers, able)
     return readers

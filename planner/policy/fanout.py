@@ -85,7 +85,7 @@ def _spread(
     fastest = max((demand.target.ingress_rate or 0.0 for demand in line), default=0.0)
 
     def kind(demand: Demand) -> tuple[bool, int, bool]:
-        few_seats = demand.target.max_readers < 2 + bool(behind[demand.fork_id])
+        few_seats = working.seats(demand.target) < 2 + bool(behind[demand.fork_id])
         return demand.target.slow, _speed(demand, fastest), few_seats
 
     for (_, _, few_seats), members in groupby(

@@ -195,14 +195,21 @@ class ForkSession:
         if planner is None:
             raise NoSource("no planner is set", hint="set RFORK_PLANNER or pass planner=")
 
+        compared: set[str] = set()
+
         def ask(faults: tuple[SourceFault, ...], current: tuple[Share, ...]) -> Plan:
             request = ForkRequest(
                 fork_id=self._fork_id, instance=seed.report(), faults=faults, current=current
             )
             with self._watch.phase("plan"):
                 plan = planner.ask(request)
-            if plan.other_layout is not None and not plan.routes and not plan.storage:
-                raise explain_mismatch(plan.other_layout, image.layout, self._dial, self._settings.stall_s)
+            other, reads = plan.other_layout, bool(plan.routes or plan.storage)
+            if other is not None and (not reads or other.source_id not in compared):
+                difference = explain_mismatch(other, image.layout, self._dial, self._settings.stall_s)
+                if not reads:
+                    raise difference
+                compared.add(other.source_id)
+                log.warning("read from storage, since no seed fits", detail=str(difference))
             return plan
 
         shared = derived is not None and self._settings.cold_start == "share"

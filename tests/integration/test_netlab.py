@@ -43,30 +43,25 @@ while part := connection.recv(1 << 16):
 print(got, time.monotonic() - began)
 """
 SENDER = """
-import socket, sys, time
-def connect():
-    while True:
-        try:
-            return socket.create_connection((sys.argv[1], 7001))
-        except ConnectionRefusedError:  # the receiver is still starting
-            time.sleep(0.05)
-with connect(), socket.socket(type=socket.SOCK_DGRAM) as datagrams:
+import socket, sys
+open(sys.argv[2]).read()  # until the receiver is there
+with socket.socket(type=socket.SOCK_DGRAM) as datagrams:
     for _ in range(200):  # as many as fit into the receiver's buffer
         datagrams.sendto(b"x", (sys.argv[1], 7001))
+open(sys.argv[3], "w").close()
 """
 RECEIVER = """
 import socket, sys
-listener = socket.create_server((sys.argv[1], 7001))
 with socket.socket(type=socket.SOCK_DGRAM) as datagrams:
     datagrams.bind((sys.argv[1], 7001))
-    with listener.accept()[0] as sender:
-        sender.recv(1)  # its end: all were sent, and nothing overtakes on one link
-    datagrams.setblocking(False)
+    open(sys.argv[2], "w").close()
+    open(sys.argv[3]).read()  # until all were sent
+    datagrams.settimeout(1)
     got = 0
     try:
         while datagrams.recv(16):
             got += 1
-    except BlockingIOError:
+    except TimeoutError:
         print(got)
 """
 
@@ -126,11 +121,15 @@ def test_a_link_loses_the_share_of_packets_that_it_is_told_to(
     lab: Lab, tmp_path: Path, loss: float, least: int, most: int
 ) -> None:
     """Of 200 datagrams about as many arrive as the link lets through."""
+    call(lab, tmp_path)  # the hosts know each other's hardware address from here on
     lab.shape("b", rate=RATE, loss=loss)
-    said = tmp_path / "said"
+    said, bound, sent = (tmp_path / name for name in ("said", "bound", "sent"))
+    os.mkfifo(bound)
+    os.mkfifo(sent)
     with said.open("w") as output:
-        receiver = lab.start("b", [sys.executable, "-c", RECEIVER, lab.address("b")], output=output)
-        lab.start("a", [sys.executable, "-c", SENDER, lab.address("b")])
+        arguments = [lab.address("b"), str(bound), str(sent)]
+        receiver = lab.start("b", [sys.executable, "-c", RECEIVER, *arguments], output=output)
+        lab.start("a", [sys.executable, "-c", SENDER, *arguments])
         receiver.wait(PATIENCE_S)
     got = int(said.read_text())
     assert True is (least <= got <= most), f"{got} of 200 arrived"

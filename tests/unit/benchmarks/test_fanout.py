@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from benchmarks import fanout, fanout_wire
-from benchmarks.fanout import all_cases, figures, parse, quick_cases, rows_of, warnings
+from benchmarks import fanout_wire
+from benchmarks.fanout import all_cases, parse, quick_cases
+from benchmarks.fanout_case import Case, Outcome, doubling
 from benchmarks.fanout_node import module_of
-from benchmarks.fanout_run import Case, Outcome, doubling
+from benchmarks.fanout_table import figures, limit_row, rows_of, warnings
 from benchmarks.fanout_wire import Answer, Command
 from benchmarks.netlab import Traffic
 from rfork.image.capture import capture
@@ -70,9 +71,9 @@ def test_cases_have_names_of_their_own() -> None:
 def test_all_cases_ask_every_question_of_the_issue() -> None:
     """Three modes at every size, two seeds, late joiners, a slow link, and stripes."""
     expected = [
-        "rfork, N = 3", "rfork, N = 7", "star, N = 3", "star, N = 7", "doubling, N = 3", "doubling, N = 7",
-        "rfork, N = 3, 2 seeds", "rfork, N = 3, 1 late", "rfork, N = 3, 1 slow",
-        "rfork, N = 1, 2 seeds of 0.5 rate", "rfork, N = 1, 4 seeds of 0.25 rate",
+        "rfork 3", "rfork 7", "star 3", "star 7", "doubling 3", "doubling 7",
+        "rfork 3, 2 seeds", "rfork 3, 1 late", "rfork 3, 1 slow",
+        "rfork 1, 2 seeds at 0.5", "rfork 1, 4 seeds at 0.25",
     ]  # fmt: skip
     assert expected == [case.name for case in all_cases((3, 7))]
 
@@ -123,7 +124,7 @@ def test_the_quick_form_is_small_and_runs_once() -> None:
 
 def test_cases_can_be_picked_by_name() -> None:
     """By a regular expression."""
-    _, _, cases = parse(["--targets", "3", "7", "--only", "N = 7$"])
+    _, _, cases = parse(["--targets", "3", "7", "--only", " 7$"])
     assert [Case("rfork", 7), Case("star", 7), Case("doubling", 7)] == cases
 
 
@@ -150,5 +151,5 @@ def test_messages_survive_the_wire() -> None:
 
 
 def test_the_physical_limit_has_a_row() -> None:
-    """S/B itself, in seconds."""
-    assert {"case": "limit: a TCP socket", "T in S/B": 1.0, "seconds": 2.0} == fanout.limit_row(UNIT_S)
+    """S/B itself, and what it is in seconds."""
+    assert {"case": "limit: TCP, 2 s", "T in S/B": 1.0} == limit_row(Case("limit", 1), UNIT_S)

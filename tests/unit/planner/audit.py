@@ -166,22 +166,25 @@ def _read_twice(
         source = after.sources.get(name)
         if source is None or name == own or any(_obstacles(source, demand, now)):
             continue
-        if not _same(
-            names.get(name, (source.weights_id, source.draft)), (decision.weights_id, decision.draft)
-        ):
+        if not _same(names.get(name, _read_there(source)), (decision.weights_id, decision.draft)):
             continue
         there = [chunk for share in shares if share.source_id == name for chunk in share.chunks]
-        if intersect(new, there) and not (new == missing(demand) and _only_whole(after, demand, now)):
+        if intersect(new, there) and not (new == missing(demand) and _gives_a_part(after, demand, name)):
             yield f"reads from storage what {name} reads there"
 
 
-def _only_whole(after: Group, demand: Demand, now: float) -> bool:
-    """Whether nobody gives some of the chunks, so that files which cannot be mixed are read whole."""
-    fit = [name for name, source in after.sources.items() if not any(_obstacles(source, demand, now))]
-    return not all(
-        any(_leads(after, name, chunk, {demand.target.instance_id}) for name in fit)
-        for chunk in indices(missing(demand))
-    )
+def _read_there(source: Source) -> Name:
+    """What one that reads storage gets there, whether it has told by now or not."""
+    if source.weights_id or source.draft or not source.storage:
+        return source.weights_id, source.draft
+    first = source.storage[0]
+    return first.weights_id, first.origin if first.kind == "checkpoint" else None
+
+
+def _gives_a_part(after: Group, demand: Demand, name: str) -> bool:
+    """Whether others' files, which may not be mixed with one's own, are not to be had whole there."""
+    own = demand.target.instance_id
+    return not all(_leads(after, name, chunk, {own}) for chunk in indices(missing(demand)))
 
 
 def _names(demands: Sequence[Demand], decisions: Mapping[str, Decision]) -> dict[str, Name]:

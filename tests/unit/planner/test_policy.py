@@ -97,7 +97,7 @@ def test_the_relay_that_is_furthest_is_the_better_tail() -> None:
         seed("s", max_readers=2), loading("a", (0, 3)), loading("b", (0, 7)),
         reads={"a": {"s": half}, "b": {"s": half}, "x": {"s": ALL}},
     )  # fmt: skip
-    fleet = replace(fleet, shares=fleet.shares | {"a": (Share("s", ALL),), "b": (Share("s", ALL),)})
+    fleet = replace(fleet, shares=dict(fleet.shares) | {"a": (Share("s", ALL),), "b": (Share("s", ALL),)})
     decision = decide(fleet, loading("t"))
     assert ({"b": ALL}, "behind relay b (7 of 12 chunks, 0 other readers)") == (
         routes(decision),

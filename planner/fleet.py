@@ -91,10 +91,10 @@ class Source:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Holders:
-    """How many hold one content; the greater is preferred."""
+    """How many hold one content and may be read from; the greater is preferred."""
 
-    fit_seeds: int = 0
     seeds: int = 0
+    """Those that hold all of it."""
     instances: int = 0
     generation: int = 0
 

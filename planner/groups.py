@@ -161,7 +161,7 @@ class LiveGroup:
         for content, alike in wanted.items():
             # A draft may be sealed by now, and the newest members have told nothing yet.
             # Where no seed gives what is wanted, others may be reading other files by now.
-            sealed = self.holders_of(layout_id).get(content, Holders()).fit_seeds
+            sealed = self.holders_of(layout_id).get(content, Holders()).seeds
             fitting = [name for name in contents if name in (content, (None, None)) or not sealed]
             for name in fitting:
                 yield from self._nearby(self._shelves[layout_id, name], alike)
@@ -286,7 +286,6 @@ class LiveGroup:
         held = self._holders.setdefault(source.layout_id, {})
         before = held.get(key, Holders())
         after = Holders(
-            fit_seeds=before.fit_seeds + change * source.complete,
             seeds=before.seeds + change * source.complete,
             instances=before.instances + change,
             generation=max(before.generation, source.generation),

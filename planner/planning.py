@@ -232,22 +232,23 @@ class Planning:
         )
 
     def _wire(self, fork: ForkRecord, decision: Decision) -> Plan:
-        other = decision.other_layout
+        other = None if decision.other_layout is None else Read(decision.other_layout, (), (), 0)
+        routes = [self._route(fork.fork_id, read) for read in fork.reads]
         return Plan(
             fork_id=fork.fork_id,
             weights_id=decision.weights_id,
             draft=decision.draft,
-            routes=tuple(self._route(fork.fork_id, read) for read in fork.reads),
+            routes=tuple(route for route in routes if route is not None),
             storage=fork.storage,
             reason=decision.reason,
-            retry_after_s=RETRY_S if decision.full else None,
-            other_layout=self._route(fork.fork_id, Read(other, (), (), 0)) if other is not None else None,
+            retry_after_s=RETRY_S if decision.full or None in routes else None,
+            other_layout=self._route(fork.fork_id, other) if other is not None else None,
         )
 
-    def _route(self, fork_id: str, read: Read) -> Route:
+    def _route(self, fork_id: str, read: Read) -> Route | None:
         source = self._store.state.instance(read.source_id)
         if source is None:
-            raise LookupError(f"the policy named {read.source_id}, which is not in the store")
+            return None  # it was forgotten while the store took the plan: the target asks again for its part
         return Route(
             source_id=read.source_id,
             address=source.report.address,

@@ -220,7 +220,7 @@ class Registry:
         if not source.complete:
             return False
         held = self.state.group(record.group).holders_of(source.layout_id).get((source.weights_id, None))
-        others = (held.fit_seeds if held else 0) - (source.state != "draining" and not source.quarantine)
+        others = (held.seeds if held else 0) - (source.state != "draining" and not source.quarantine)
         return others <= 0
 
     def _given_up(self, fork: ForkRecord, outcome: Outcome, reason: str) -> ForkRecord:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from planner.groups import LiveGroup
-from planner.store.records import ForkRecord, GroupKey, InstanceRecord
+from planner.store.records import ForkRecord, GroupKey, InstanceRecord, Read
+from rfork.wire import StorageRead
 
 Listener = Callable[[ForkRecord], None]
 
@@ -187,7 +188,14 @@ class State:
         if group is not None:
             if not record.live:
                 group.leave(record)
-            elif old is None or not old.live or (old.reads, old.storage) != (record.reads, record.storage):
+            elif old is None or not old.live or _plan_of(old) != _plan_of(record):
                 group.follow(record)
         for listener in list(self._listeners):
             listener(record)
+
+
+def _plan_of(
+    fork: ForkRecord,
+) -> tuple[tuple[Read, ...], tuple[StorageRead, ...], str | None, str | None]:
+    """What a group goes by of a fork."""
+    return fork.reads, fork.storage, fork.weights_id, fork.draft

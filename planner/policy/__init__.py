@@ -171,7 +171,6 @@ def holders(sources: Sequence[Source], now: float) -> dict[tuple[str | None, str
             continue  # weights that nobody gives must not keep targets from those that somebody does
         before = found.get(key, Holders())
         found[key] = Holders(
-            fit_seeds=before.fit_seeds + source.complete,
             seeds=before.seeds + source.complete,
             instances=before.instances + 1,
             generation=max(before.generation, source.generation),
@@ -182,7 +181,7 @@ def holders(sources: Sequence[Source], now: float) -> dict[tuple[str | None, str
 def _best_weights(
     held: Mapping[tuple[str | None, str | None], Holders],
 ) -> tuple[str | None, str | None]:
-    """The weights that most fit seeds hold; then most seeds, most instances, the newest generation."""
+    """The weights that most fit seeds hold; then most instances, then the newest generation."""
     return max(
         held,
         key=lambda key: (held[key], key[0] or "", key[1] or ""),

@@ -59,14 +59,20 @@ class Schedule:
                 readable.add(chunk)
                 self._queue(chunk)
 
-    def take(self) -> Read | None:
+    def take(self, window: int = 1 << 30) -> Read | None:
         """The next read, now in flight; None when no assigned chunk is readable yet.
+
+        From no source that `window` reads are under way from already.
 
         From the source that has the fewest reads under way, so that several sources are drawn on at
         once, and of its chunks the lowest, so that a chain of relays stays in step.
         """
         load = Counter(self._in_flight.values())
-        first = {source: heap[0] for source, heap in self._ready.items() if self._fresh(source, heap)}
+        first = {
+            source: heap[0]
+            for source, heap in self._ready.items()
+            if load[source] < window and self._fresh(source, heap)
+        }
         source = min(first, key=lambda source: (load[source], first[source]), default=None)
         if source is None:
             return None
@@ -141,6 +147,10 @@ class Schedule:
     def complete(self) -> bool:
         """Whether every chunk is verified."""
         return len(self._verified) == self.chunk_count
+
+    def beside(self, read: Read) -> int:
+        """How many other reads are under way from the same source."""
+        return Counter(self._in_flight.values())[read.source_id] - 1
 
     @property
     def in_flight(self) -> int:

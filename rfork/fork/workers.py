@@ -13,6 +13,7 @@ from rfork.errors import RforkError, SourceCorrupt, SourceGone, StorageError, Ta
 from rfork.fork.digests import Digests
 from rfork.fork.giver import Giver
 from rfork.fork.intake import Intake
+from rfork.fork.pace import Pace
 from rfork.fork.schedule import Read, Schedule
 from rfork.fork.storage_feed import StorageFeed
 from rfork.image.board import ChunkBoard
@@ -50,6 +51,7 @@ class Workers:
         self._deadline = deadline
         self._chunks = image.layout.chunks
         self._stopping = False
+        self._pace = Pace(settings.window)
         self._threads = [
             threading.Thread(target=self._work, name=f"rfork-pull-{number}", daemon=True)
             for number in range(settings.window)
@@ -75,7 +77,7 @@ class Workers:
         while True:
             with self._changed:
                 read = None
-                while not self._stopping and (read := self._schedule.take()) is None:
+                while not self._stopping and (read := self._schedule.take(self._pace.window)) is None:
                     self._changed.wait()
                 if read is None:
                     return
@@ -98,10 +100,15 @@ class Workers:
         """Read one chunk; returns its digest, where that is wanted."""
         begin, end = self._chunks[read.chunk]
         patience = self._settings.stall_s + (end - begin) / self._settings.min_rate
-        feed.read(begin, end, min(time.monotonic() + patience, self._deadline))
+        began = time.monotonic()
+        feed.read(begin, end, min(began + patience, self._deadline))
         feed.advanced_at = time.monotonic()
         with self._changed:
             self.bytes_read += end - begin
+            before = self._pace.window
+            self._pace.arrived(end - begin, feed.advanced_at - began, self._schedule.beside(read))
+            if self._pace.window > before:
+                self._changed.notify_all()
         wanted = self._settings.verify or isinstance(feed, StorageFeed)
         return self._image.digest(read.chunk) if wanted else None
 

@@ -180,9 +180,9 @@ def test_a_corrupted_source(fleet: Fleet) -> None:
         )
     assert report.seed is not None
     report.seed.close()
-    assert ("fallback", "loader", "SourceCorrupt") == (
+    assert ("forked", {"loader:": report.image_bytes}, "SourceCorrupt") == (
         report.outcome,
-        report.fallback,
+        {share.source_id: share.verified_bytes for share in report.sources if share.verified_bytes},
         report.reasons[0].partition(":")[0],
     )
     assert "SourceCorrupt" in str(quarantined)

@@ -68,7 +68,7 @@ FORK_RECORDS = st.builds(
         verified=CHUNK_RANGES,
         bytes_read=st.integers(0, 1 << 50),
         bytes_per_s=st.floats(0, 1e12),
-        sources=st.dictionaries(NAMES, st.integers(0), max_size=2),
+        sources=st.dictionaries(NAMES, st.integers(0, 2**63 - 1), max_size=2),
     ),
     finish=st.none() | st.just(FORKED) | st.just(ForkFinish(outcome="failed", seconds=0, bytes_read=0)),
     lost=st.booleans(),

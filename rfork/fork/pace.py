@@ -1,0 +1,34 @@
+"""How many chunks are read from one source at once: no more than its link needs to be busy.
+
+Reads of one source share its link, so each further one makes every chunk later, and with it all relays
+behind this target: a chain pays that at every hop. One TCP connection fills a link of a gigabit a second
+or two; a faster one takes several.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+ONE_CONNECTION: Final = 256 << 20
+"""Bytes a second that one connection carries on any machine; for each further such share, one more read."""
+NEWEST: Final = 0.3
+"""Weight of the newest chunk in the mean."""
+
+
+class Pace:
+    """The reads under way that each source of one fork is worth. The puller holds its lock around calls."""
+
+    def __init__(self, most: int) -> None:
+        """`most` is the window of the settings: the most reads there may be."""
+        self._most = most
+        self._rate: float | None = None
+
+    @property
+    def window(self) -> int:
+        """Most reads under way from one source; one until the first has shown how fast it goes."""
+        return 1 if self._rate is None else min(self._most, 1 + int(self._rate / ONE_CONNECTION))
+
+    def arrived(self, nbytes: int, seconds: float, beside: int) -> None:
+        """A chunk took so long while `beside` others were on their way from the same source."""
+        rate = nbytes * (1 + beside) / max(seconds, 1e-9)
+        self._rate = rate if self._rate is None else self._rate + NEWEST * (rate - self._rate)

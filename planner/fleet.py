@@ -8,9 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Final
 
 from rfork.image.ranges import Range, count
 from rfork.wire import InstanceState, StorageKind
+
+
+SLOW: Final = 0.3
+"""Part of a link's speed that a target is taken to read at which falls behind."""
 
 
 @dataclass(frozen=True, slots=True)

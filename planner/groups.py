@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from planner.fleet import Demand, Group, Holders, Share, Source
+from planner.fleet import SLOW, Demand, Group, Holders, Share, Source
 from planner.shelf import Bucket, Content, Shelf, scopes_of
 from rfork.image.ranges import count
 from rfork.wire import source_kind
@@ -70,6 +70,9 @@ class LiveGroup:
         if missing != (instance_id in self._missing):
             self._miss(instance_id, missing)
         self._put_up(instance_id)
+        fork = self._forks.get(instance_id)
+        if fork is not None and not missing and old is not None and old.slow != source.slow:
+            self._seat(fork)
 
     def remove(self, instance_id: str) -> None:
         """Forget a member. Its fork, and those that read from it, are told of by other calls."""
@@ -203,7 +206,7 @@ class LiveGroup:
         """Whether a report changes nothing that the index goes by: most heartbeats do not."""
         told = [
             (each.layout_id, each.weights_id, each.draft, each.generation, each.state, each.complete,
-             each.place, each.quarantine, bool(each.verified))
+             each.place, each.quarantine, each.slow, bool(each.verified))
             for each in (old, new)
         ]  # fmt: skip
         return told[0] == told[1] and self._places[old.instance_id][1] == self._bucket(new)
@@ -212,9 +215,11 @@ class LiveGroup:
 
     def _seat(self, fork: ForkRecord) -> None:
         total = sum(count(share.chunks) for share in self.shares[fork.instance_id])
+        target = self.sources.get(fork.instance_id)
+        speed = SLOW if target is not None and target.slow else 1.0
         for read in fork.reads:
             readers = self.readers.setdefault(read.source_id, {})
-            readers[fork.fork_id] = count(read.chunks) / total
+            readers[fork.fork_id] = speed * count(read.chunks) / total
             if unknown := self._strangers.get(read.source_id):
                 self._strangers[read.source_id] = tuple(name for name in unknown if name != fork.fork_id)
             self._refresh(read.source_id)

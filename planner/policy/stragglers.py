@@ -8,7 +8,7 @@ from typing import Final
 from planner.fleet import Group, Source
 from rfork.image.ranges import count, intersect, subtract
 
-BEHIND: Final = 4
+BEHIND: Final = 6
 """A relay is slow once it is more than a chunk in this many behind its sources, and four times as far
 behind as the others are."""
 MARKED: Final = 4.0
@@ -36,8 +36,6 @@ def stragglers(group: Group, now: float) -> frozenset[str]:
     found: set[str] = set()
     for target_id in late:
         sources = {share.source_id for share in group.shares[target_id]} - {target_id}
-        if sources & late:
-            continue  # one above it in the line is late too: first see what comes of that
         culprits = {name for name in sources if len(readers[name]) > 1 and set(readers[name]) <= late}
         found |= culprits or {target_id}
     return frozenset(name for name in found if name in readers)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
-from planner.fleet import Assignment, Decision, Demand, Group, Share, Source, Storage
+from planner.fleet import SLOW, Assignment, Decision, Demand, Group, Share, Source, Storage
 from rfork.image.ranges import Range, count, intersect, normalise, subtract
 
 FAR: Final = 64
@@ -164,9 +164,10 @@ class Working:
         own = demand.target.instance_id
         self._shares[own] = shares
         total = sum(count(share.chunks) for share in shares)
+        speed = SLOW if demand.target.slow else 1.0
         for share in shares:
             if share.source_id != own and share.chunks:
-                self._seated(share.source_id)[demand.fork_id] = count(share.chunks) / total
+                self._seated(share.source_id)[demand.fork_id] = speed * count(share.chunks) / total
 
     def _seated(self, instance_id: str) -> dict[str, float]:
         if instance_id not in self._readers:

@@ -13,7 +13,6 @@ from typing import Final
 from rfork.image.ranges import Range, count
 from rfork.wire import InstanceState, StorageKind
 
-
 SLOW: Final = 0.3
 """Part of a link's speed that a target is taken to read at which falls behind."""
 

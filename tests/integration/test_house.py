@@ -35,7 +35,7 @@ def imported_with(packages: list[str], watched: list[str]) -> list[str]:
 
 
 def test_planner_runs_without_torch() -> None:
-    """No module of the planner brings torch, or an extra; the one that speaks to Redis is met with it only."""
+    """No module of the planner brings torch or an extra, but the one that speaks to Redis."""
     assert [] == imported_with(["planner"], ["torch", "grpc", *OPTIONAL])
 
 

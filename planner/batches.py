@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
 from planner.planning import Asked
 from planner.problems import ProblemError
+from planner.store.base import StoreUnavailable
 from planner.store.records import GroupKey
+from rfork.logs import logger
 from rfork.wire import Plan
 
 MOST: Final = 2048
@@ -23,6 +25,7 @@ LONGEST_S: Final = 1.0
 GROWTH: Final = 0.5
 """Of the time since a rush began, the part that its next window lasts."""
 
+Plans = dict[str, Plan | Exception]
 PlanThem = Callable[[Sequence[Asked]], Awaitable[dict[str, Plan]]]
 
 
@@ -43,11 +46,12 @@ class Batches:
         self._monotonic = monotonic
         self._open: dict[GroupKey, _Batch] = {}
         self._rushes: dict[GroupKey, _Rush] = {}
+        self._log = logger("planner.batches")
 
     async def add(self, asked: Asked) -> Plan:
         """The plan of one request, made together with those of others that came within the window."""
         if asked.urgent or self._least_s <= 0:
-            return (await self._plan([asked]))[asked.fork_id]
+            return _own(asked, await self._plan([asked]))
         batch = self._open.get(asked.group)
         if batch is None or len(batch.asked) >= MOST:
             batch = self._open[asked.group] = _Batch()
@@ -55,12 +59,7 @@ class Batches:
         # An instance that asks under two ids means the later one.
         batch.asked[asked.target.report.instance_id] = asked
         # Shielded: a caller that hangs up must not end the others' plan.
-        plans = await asyncio.shield(batch.task)
-        if asked.fork_id not in plans:
-            raise ProblemError(
-                409, "fork-conflict", f"the instance of fork {asked.fork_id} began another one"
-            )
-        return plans[asked.fork_id]
+        return _own(asked, await asyncio.shield(batch.task))
 
     def _window_s(self, group: GroupKey) -> float:
         now = self._monotonic()
@@ -72,17 +71,41 @@ class Batches:
         rush.over_at = now + wait_s + LONGEST_S
         return wait_s
 
-    async def _close(self, group: GroupKey, batch: _Batch, after_s: float) -> dict[str, Plan]:
+    async def _close(self, group: GroupKey, batch: _Batch, after_s: float) -> Plans:
         await asyncio.sleep(after_s)
         if self._open.get(group) is batch:
             del self._open[group]
-        return await self._plan(list(batch.asked.values()))
+        asked = list(batch.asked.values())
+        try:
+            return dict(await self._plan(asked))
+        except (ProblemError, StoreUnavailable):
+            raise
+        except Exception:  # one request that cannot be planned must not take the others with it
+            self._log.exception("batch failed: its requests are planned one by one", together=len(asked))
+        plans: Plans = {}
+        for each in asked:
+            try:
+                plans.update(await self._plan([each]))
+            except Exception as error:  # handed to its own caller
+                plans[each.fork_id] = error
+        return plans
+
+
+def _own(asked: Asked, plans: Mapping[str, Plan | Exception]) -> Plan:
+    """The plan of one request of a batch."""
+    plan = plans.get(asked.fork_id)
+    if isinstance(plan, Plan):
+        return plan
+    if plan is not None:
+        raise plan
+    why = f"the instance of fork {asked.fork_id} was removed, or began another one"
+    raise ProblemError(409, "fork-conflict", why)
 
 
 class _Batch:
     def __init__(self) -> None:
         self.asked: dict[str, Asked] = {}
-        self.task: asyncio.Task[dict[str, Plan]]
+        self.task: asyncio.Task[Plans]
 
 
 class _Rush:

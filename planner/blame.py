@@ -1,8 +1,9 @@
 """Who is to blame when a fork fails to read: weighs what a target says of its sources.
 
 A word from one target keeps a source from *that fork*. It keeps a source from others only where the
-source itself did wrong and the target had a plan to read from it, so that one bad target, a cut
-network or a stalled seed further up cannot put a fleet into quarantine.
+source itself did wrong and the target had a plan to read from it, so that a cut network or a stalled
+seed further up cannot put a fleet into quarantine. Nor can a target whose own memory is bad: to one that
+says it of a second source nobody listens any more, and what it said of the first is taken back.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def judge(
             once[fault.instance_id] = why  # it may have room by the next plan
             continue
         generation = _generation_read(fork, accused) if fault.error == CHANGED else None
-        blames[fault.instance_id] = Blame(why, now + quarantine_s, generation)
+        wrong = _did_wrong(fault, accused)
+        blames[fault.instance_id] = Blame(why, now + quarantine_s, generation, wrong)
         if generation is None or generation == accused.report.generation:
             once[fault.instance_id] = why
         if fork is None or fault.instance_id not in fork.read_from:
@@ -62,8 +64,14 @@ def judge(
         if fault.error == GONE:
             accused = replace(accused, missing=True)
         # Bytes torn while the weights changed are no wrong either.
-        if _did_wrong(fault, accused) and _generation_read(fork, accused) == accused.report.generation:
-            accused = replace(accused, quarantined_until=now + quarantine_s, quarantine=why)
+        if wrong and _generation_read(fork, accused) == accused.report.generation:
+            others = [name for name, blame in blames.items() if blame.wrong and name != fault.instance_id]
+            if not others:
+                accused = replace(accused, quarantined_until=now + quarantine_s, quarantine=why)
+            for name in others:
+                other = marked.get(name) or instance(name)
+                if other is not None and other.quarantine == blames[name].why:
+                    marked[name] = replace(other, quarantined_until=0.0, quarantine="")
         marked[fault.instance_id] = accused
     return Verdict(blames, once, tuple(marked.values()))
 

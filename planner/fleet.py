@@ -45,6 +45,8 @@ class Share:
 
     source_id: str
     chunks: tuple[Range, ...]
+    whole: bool = False
+    """Of a target's own storage: a loader, which gives nothing before it has read everything."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ class Group:
     """By the target's instance_id: what it reads now, and from whom."""
     candidates: tuple[str, ...] | None = None
     """The instances worth a look for these demands, where the group is large; none: all of them."""
+    alone: bool = False
+    """Whether a loader was run here for all and its instance gave nothing: each then runs its own."""
     holders: Mapping[tuple[str | None, str | None], Holders] | None = None
     """Who holds what of the demands' layout, by (weights_id, draft), where `candidates` are not all."""
     other_layouts: Mapping[str, int] = field(default_factory=dict)

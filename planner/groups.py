@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from planner.fleet import SLOW, Demand, Group, Holders, Share, Source
 from planner.shelf import Bucket, Content, Shelf, scopes_of
 from rfork.image.ranges import count
-from rfork.wire import source_kind
+from rfork.wire import ForkFinish, source_kind
 
 if TYPE_CHECKING:
     from planner.store.records import ForkRecord
@@ -47,6 +47,8 @@ class LiveGroup:
         self.storage_bytes = 0
         """What the forks that ended read from storage, and from one another."""
         self.forked_bytes = 0
+        self.alone = False
+        """Whether a loader was run here for all, and its instance gave nothing."""
 
     # -- changes ----------------------------------------------------------------------------------
 
@@ -70,6 +72,7 @@ class LiveGroup:
         if missing != (instance_id in self._missing):
             self._miss(instance_id, missing)
         self._put_up(instance_id)
+        self.alone = self.alone and not source.complete
         fork = self._forks.get(instance_id)
         if fork is not None and not missing and old is not None and old.slow != source.slow:
             self._seat(fork)
@@ -95,7 +98,7 @@ class LiveGroup:
             self._unseat(old)
         self._forks[target_id] = fork
         peers = tuple(Share(read.source_id, read.chunks) for read in fork.reads)
-        own = tuple(Share(target_id, read.chunks) for read in fork.storage)
+        own = tuple(Share(target_id, read.chunks, read.kind == "loader") for read in fork.storage)
         self.shares[target_id] = peers + own
         if target_id not in self._missing:
             self._seat(fork)
@@ -110,11 +113,19 @@ class LiveGroup:
             del self._forks[target_id]
             self.shares.pop(target_id, None)
             self._refresh(target_id)
-            for name, nbytes in (fork.finish.sources if fork.finish is not None else {}).items():
-                if source_kind(name) == "peer":
-                    self.forked_bytes += nbytes
-                else:
-                    self.storage_bytes += nbytes
+            if fork.finish is not None:
+                self._learn(fork, fork.finish)
+
+    def _learn(self, fork: ForkRecord, finish: ForkFinish) -> None:
+        """What the end of a fork tells about those to come."""
+        for name, nbytes in finish.sources.items():
+            if source_kind(name) == "peer":
+                self.forked_bytes += nbytes
+            else:
+                self.storage_bytes += nbytes
+        ran_loader = any(read.kind == "loader" for read in fork.storage)
+        if ran_loader and not fork.lost and finish.outcome != "forked":
+            self.alone = True
 
     # -- what the policy sees -----------------------------------------------------------------------
 
@@ -135,6 +146,7 @@ class LiveGroup:
             sources=self.sources,
             readers=self.readers,
             shares=self.shares,
+            alone=self.alone,
             candidates=tuple(candidates),
             holders=held[0] if len(held) == 1 else None,
             other_layouts=others,

@@ -42,6 +42,8 @@ class Asked:
 
     request: ForkRequest
     target: InstanceRecord
+    known: bool
+    """Whether the instance was known before it asked."""
     old: ForkRecord | None
     verdict: Verdict
 
@@ -75,11 +77,6 @@ class Planning:
         """The instance's record with this report in it, and with what was found out about it before."""
         check_ranges("verified", report.verified, report.chunk_count)
         now, old = self._store.now(), self._store.state.instance(report.instance_id)
-        if old is None or old.report.state != report.state:
-            self._log.info(
-                "instance reported", instance_id=report.instance_id, state=report.state, model=report.model,
-                rank=report.rank.key, address=report.address, new=old is None,
-            )  # fmt: skip
         if old is None:
             return InstanceRecord(report, seen_at=now, forget_s=self._settings.forget_s)
         served = now >= old.quarantined_until
@@ -91,6 +88,13 @@ class Planning:
             quarantined_until=0.0 if served else old.quarantined_until,
             quarantine="" if served else old.quarantine,
         )
+
+    def log_new(self, report: InstanceReport) -> None:
+        """An instance is new, or in another state than it was."""
+        self._log.info(
+            "instance reported", instance_id=report.instance_id, state=report.state, model=report.model,
+            rank=report.rank.key, address=report.address,
+        )  # fmt: skip
 
     async def asked(self, request: ForkRequest) -> Asked:
         """Check a request and weigh the faults it reports. Raises ProblemError."""
@@ -105,8 +109,6 @@ class Planning:
         if old is not None and not old.live and not old.lost:
             raise ProblemError(409, "fork-ended", f"fork {request.fork_id} has ended: ask under another id")
         target = self.heard(report)
-        if old is None:
-            target = replace(target, slow_since=None)
         for fault in request.faults:
             self._metrics.fault(fault)
         verdict = judge(request.faults, old, state.instance, now, self._settings.quarantine_s)
@@ -127,14 +129,28 @@ class Planning:
         if verdict.marked or ended:
             # Before the plan is made: the places of a relay that is gone are free for it.
             await self._store.commit(Change(instances=verdict.marked, forks=ended))
-        return Asked(request, target, old, verdict)
+        return Asked(request, target, state.instance(report.instance_id) is not None, old, verdict)
+
+    def _still(self, asked: Asked) -> Asked | None:
+        """The request on top of what is known of its instance now; None where that was removed meanwhile."""
+        report = asked.request.instance
+        if asked.known and self._store.state.instance(report.instance_id) is None:
+            return None
+        target = self.heard(report)
+        return replace(asked, target=target if asked.old else replace(target, slow_since=None))
 
     async def plan(self, batch: Sequence[Asked]) -> dict[str, Plan]:
-        """Plan requests of one group together; by fork_id. Raises ProblemError where others always win."""
+        """Plan requests of one group together; by fork_id, less those whose instance was removed meanwhile.
+
+        Raises ProblemError where other replicas always win.
+        """
         key = batch[0].group
         for _ in range(ATTEMPTS):
             now = self._store.now()
             version = self._store.version(key)
+            batch = [still for asked in batch if (still := self._still(asked)) is not None]
+            if not batch:
+                return {}
             with self._metrics.plan_seconds.time():
                 demands = [self._demand(asked, now) for asked in batch]
                 group = self._store.state.group(key).view(demands, self._store.state.other_ranks(key))
@@ -151,6 +167,8 @@ class Planning:
                 continue
             self._metrics.planned(len(batch))
             for asked, fork in zip(batch, forks, strict=True):
+                if not asked.known:
+                    self.log_new(asked.request.instance)
                 # What goes as it should is told at its end.
                 unusual = asked.old is not None or not (fork.reads or fork.storage)
                 (self._log.info if unusual else self._log.debug)(
@@ -159,10 +177,7 @@ class Planning:
                     sources=[read.source_id for read in fork.reads], reason=fork.reason,
                 )  # fmt: skip
             return {fork.fork_id: self._wire(fork, decisions[fork.fork_id]) for fork in forks}
-        raise ProblemError(
-            503, "busy", "other planners changed this group at each attempt: ask again",
-            headers={"Retry-After": "1"},
-        )  # fmt: skip
+        raise busy()
 
     def renewed(self, fork: ForkRecord) -> ProgressAck:
         """New leases for the routes of a fork, and whether a better plan could be had."""
@@ -197,6 +212,8 @@ class Planning:
             current += [Share(own, read.chunks) for read in asked.old.storage]
         else:
             current = []
+        failed = {fault.instance_id for fault in asked.request.faults}
+        current = [share for share in current if share.source_id not in failed]
         return Demand(asked.fork_id, asked.target.source, blamed, tuple(current))
 
     def _record(
@@ -265,6 +282,14 @@ class Planning:
             fork_id=fork_id, source_id=report.instance_id, layout_id=report.layout_id,
             weights_id=report.weights_id, generation=report.generation,
         )  # fmt: skip
+
+
+def busy() -> ProblemError:
+    """Other replicas changed a group at each attempt."""
+    return ProblemError(
+        503, "busy", "other planners changed this group at each attempt: ask again",
+        headers={"Retry-After": "1"},
+    )  # fmt: skip
 
 
 def finish_of(fork: ForkRecord, outcome: Outcome, reason: str, now: float) -> ForkFinish:

@@ -13,10 +13,10 @@ from planner import policy
 from planner.batches import Batches
 from planner.leases import Clock, LeaseMint
 from planner.metrics import Metrics
-from planner.planning import Planning, check_ranges, finish_of
+from planner.planning import ATTEMPTS, Planning, busy, check_ranges, finish_of
 from planner.problems import ProblemError
 from planner.state import State
-from planner.store.base import Change, Store, StoreUnavailable
+from planner.store.base import Change, Conflict, Store, StoreUnavailable
 from planner.store.records import ForkRecord, InstanceRecord
 from rfork.logs import logger
 from rfork.settings import PlannerSettings
@@ -50,6 +50,8 @@ class Registry:
         self._planning = Planning(settings, store, self._mint, metrics)
         self._batches = Batches(settings.batch_s, self._planning.plan)
         self._next_sweep = 0.0
+        self._settled_at: float | None = None
+        """When every instance that there is has been heard of, if the planner knew none at its start."""
         self._log = logger("planner.registry")
 
     @property
@@ -66,8 +68,10 @@ class Registry:
     async def report(self, report: InstanceReport) -> InstanceAck:
         """Register an instance or take its heartbeat."""
         await self.sweep()
-        record = self._planning.heard(report)
+        record, old = self._planning.heard(report), self.state.instance(report.instance_id)
         await self.store.commit(Change(instances=(record,)))
+        if old is None or old.report.state != report.state:
+            self._planning.log_new(report)
         return InstanceAck(
             heartbeat_s=self._settings.heartbeat_s, lease_keys=self._mint.keys_of(report.instance_id)
         )
@@ -77,16 +81,24 @@ class Registry:
 
         ProblemError `last-seed` (409) where nobody else holds its weights whole, unless forced.
         """
-        record = self.instance(instance_id)
-        if not force and self._last_seed(record):
-            raise ProblemError(
-                409,
-                "last-seed",
-                f"instance {instance_id} is the last that holds these weights: "
-                "start another, or drain it with force",
-            )
-        record = replace(record, drained=True)
-        await self.store.commit(Change(instances=(record,)))
+        for _ in range(ATTEMPTS):
+            record = replace(self.instance(instance_id), drained=True)
+            version = self.store.version(record.group)
+            if not force and self._last_seed(self.instance(instance_id)):
+                raise ProblemError(
+                    409,
+                    "last-seed",
+                    f"instance {instance_id} is the last that holds these weights: "
+                    "start another, or drain it with force",
+                )
+            try:
+                # Of two that drain the last two at once, one has to find out that it is the last.
+                await self.store.commit(Change(instances=(record,), group=record.group, version=version))
+            except Conflict:
+                continue
+            break
+        else:
+            raise busy()
         self._log.info("instance drained", instance_id=instance_id)
         return record
 
@@ -94,6 +106,9 @@ class Registry:
         """Whether the instance may end now: nobody reads from it, and nobody will have to."""
         await self.sweep()
         record = self.state.instance(instance_id)
+        if record is None and self._settled_at is not None and self.now() < self._settled_at:
+            reason = "the planner has just started: it does not know yet who reads from whom"
+            return MayExit(may_exit=False, readers=0, reason=reason)
         if record is None:
             return MayExit(
                 may_exit=True, readers=0, reason="the planner does not know it: nobody is sent to it"
@@ -101,7 +116,7 @@ class Registry:
         group = self.state.group(record.group)
         readers = len(group.readers.get(instance_id, {}))
         if readers:
-            return MayExit(may_exit=False, readers=readers, reason=f"{readers} forks read from it")
+            return MayExit(may_exit=False, readers=readers, reason=f"forks that read from it: {readers}")
         waiting = [name for name in group.shares if name != instance_id]
         if waiting and self._last_seed(record):
             reason = f"it is the last that holds these weights, and {len(waiting)} forks are under way"
@@ -178,6 +193,8 @@ class Registry:
     async def sweep(self) -> None:
         """Forget silent instances, give up silent forks, mark slow relays; looks once a second at most."""
         now = self.now()
+        if self._settled_at is None:
+            self._settled_at = now + self._settings.heartbeat_s
         if now < self._next_sweep:
             return
         self._next_sweep = now + SWEEP_S

@@ -23,6 +23,7 @@ from planner.policy.working import (
     Working,
     assigned,
     cut,
+    merged,
     readable_by_itself,
     reading,
     same_weights,
@@ -73,7 +74,9 @@ def attach(working: Working, demand: Demand, candidates: Iterable[Source]) -> De
     else:
         reason = reasons.all_refused(target, obstacles)
     again = bool(rest and (full or assignments or storage))
-    return Decision(target.weights_id, assignments, reason, draft=target.draft, storage=storage, full=again)
+    return Decision(
+        target.weights_id, assignments, reason, draft=target.draft, storage=merged(storage), full=again
+    )
 
 
 def _still_from_storage(
@@ -106,8 +109,10 @@ def _still_from_peers(
         if not same_weights(source, target):
             continue
         chunks = intersect(share.chunks, rest)
-        # One whose own reads are not known yet (the planner restarted) is taken at the target's word.
-        chunks = working.fed(source, chunks, target) if working.known(source) else chunks
+        # One whose own reads are not known yet (the planner restarted) is taken at the target's word, if it
+        # has begun itself.
+        if working.known(source) or not source.verified:
+            chunks = working.fed(source, chunks, target)
         if chunks:
             kept.append((source, chunks))
             rest = subtract(rest, chunks)

@@ -16,7 +16,7 @@ from typing import Final
 from planner.fleet import Decision, Demand, Source, Storage
 from planner.policy import reasons, trees
 from planner.policy.attach import STRIPES, order, unfit
-from planner.policy.working import FREE, Working, assigned, split
+from planner.policy.working import FREE, Working, assigned, merged, split
 from rfork.image.ranges import Range
 
 SHORT: Final = 10
@@ -150,7 +150,7 @@ def _read(
     reason = reasons.how(working, target, assignments, storage)
     working.decide(
         demand,
-        Decision(target.weights_id, assignments, reason, draft=target.draft, storage=tuple(storage)),
+        Decision(target.weights_id, assignments, reason, draft=target.draft, storage=merged(storage)),
     )
 
 

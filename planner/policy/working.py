@@ -108,7 +108,10 @@ class Working:
 
     def decide(self, demand: Demand, decision: Decision) -> None:
         """Keep the decision, and let later ones of the batch see it."""
-        own = tuple(Share(demand.target.instance_id, chunks) for _, chunks in decision.storage)
+        own = tuple(
+            Share(demand.target.instance_id, chunks, storage.kind == "loader")
+            for storage, chunks in decision.storage
+        )
         self.decisions[demand.fork_id] = decision
         target = demand.target
         if decision.assignments or own:
@@ -155,7 +158,7 @@ class Working:
             for share in self.shares(instance_id):
                 part = intersect(chunks, share.chunks)
                 if part and share.source_id == instance_id:
-                    found.extend(part)
+                    found.extend(() if share.whole and self.group.alone else part)
                 elif part:
                     line.append((share.source_id, part))
         return normalise(found)
@@ -213,6 +216,16 @@ def assigned(target: Source, shares: Iterable[tuple[Source, tuple[Range, ...]]])
         for source, chunks in merged.values()
         if chunks
     )
+
+
+def merged(
+    storage: Iterable[tuple[Storage, tuple[Range, ...]]],
+) -> tuple[tuple[Storage, tuple[Range, ...]], ...]:
+    """The reads of a decision from storage, one a storage."""
+    found: dict[Storage, tuple[Range, ...]] = {}
+    for each, chunks in storage:
+        found[each] = normalise((*found.get(each, ()), *chunks))
+    return tuple(found.items())
 
 
 def split(chunks: tuple[Range, ...], parts: int) -> list[tuple[Range, ...]]:

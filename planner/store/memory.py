@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from planner.leases import Clock
 from planner.state import State
 from planner.store.base import Change, Conflict
@@ -16,7 +14,8 @@ class MemoryStore:
     def __init__(self, clock: Clock, *, keep_forks: int) -> None:
         self.state = State(keep_forks=keep_forks)
         self._clock = clock
-        self._versions: Counter[GroupKey] = Counter()
+        self._changes = 0
+        self._versions: dict[GroupKey, int] = {}
 
     async def start(self) -> None:
         """There is nothing to connect to."""
@@ -27,14 +26,19 @@ class MemoryStore:
     async def commit(self, change: Change) -> None:
         """Apply the change; raises Conflict where it was made from an older version of the group."""
         if change.group is not None:
-            if change.version != self._versions[change.group]:
+            if change.version != self.version(change.group):
                 raise Conflict
-            self._versions[change.group] += 1
+            self._changes += 1
+            self._versions[change.group] = self._changes
         self.state.apply(change.instances, change.forks, change.gone)
+        if change.gone:
+            # Numbers never come again, so a group that is gone may begin anew.
+            held = {(group.model, group.rank_key) for group in self.state.groups()}
+            self._versions = {key: version for key, version in self._versions.items() if key in held}
 
     def version(self, group: GroupKey) -> int:
-        """How often the group's forks were changed."""
-        return self._versions[group]
+        """The number of the change that the group's forks were last in; 0 for none."""
+        return self._versions.get(group, 0)
 
     def now(self) -> float:
         """This machine's monotonic clock."""

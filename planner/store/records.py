@@ -102,6 +102,8 @@ class Blame:
     until: float
     generation: int | None = None
     """Set where only this generation of the source's weights is to be avoided."""
+    wrong: bool = False
+    """The fork says that the source did wrong, not only that it failed."""
 
     def holds(self, now: float, generation: int) -> bool:
         """Whether a source with this generation is still to be avoided."""

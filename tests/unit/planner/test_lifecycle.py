@@ -84,8 +84,15 @@ async def test_chunks_of_the_old_weights_are_not_mixed_with_the_new(registry: Re
 
 
 EXITS = [
-    ("unknown", [], False, True, 0, "the planner does not know it: nobody is sent to it"),
-    ("read from", ["s"], True, False, 1, "1 forks read from it"),
+    (
+        "unknown",
+        [],
+        False,
+        False,
+        0,
+        "the planner has just started: it does not know yet who reads from whom",
+    ),
+    ("read from", ["s"], True, False, 1, "forks that read from it: 1"),
     (
         "idle",
         ["s", "t"],
@@ -107,6 +114,14 @@ async def test_may_exit(
     if reader:
         await registry.ask(ask("a"))
     assert MayExit(may_exit=may, readers=readers, reason=reason) == await registry.may_exit("s")
+
+
+async def test_once_the_fleet_was_heard_who_is_not_known_may_exit(registry: Registry, time: FakeTime) -> None:
+    """One heartbeat after its start the planner knows everybody."""
+    before = await registry.may_exit("s")
+    time.now += 5
+    after = await registry.may_exit("s")
+    assert (False, True) == (before.may_exit, after.may_exit)
 
 
 async def test_a_drained_seed_may_exit_once_its_readers_are_done(registry: Registry) -> None:

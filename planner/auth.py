@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final, Literal, get_args
 
 from starlette.routing import compile_path
+from starlette.types import Scope
 
 from planner.problems import ProblemError
 from rfork.errors import SettingsError
@@ -27,6 +28,8 @@ Role = Literal["reader", "instance", "operator"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 """Least rights first."""
 
+CALLER: Final = "rfork_caller"
+"""Where in a request's scope its caller stands."""
 OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
 """Asked by whoever runs the container: no token, no limit."""
 ROUTES: Final[tuple[tuple[str, str, Role], ...]] = (
@@ -34,6 +37,7 @@ ROUTES: Final[tuple[tuple[str, str, Role], ...]] = (
     ("PUT", "/v1/instances/{instance_id}", "instance"),
     ("DELETE", "/v1/instances/{instance_id}", "instance"),
     ("GET", "/v1/instances/{instance_id}/exit", "instance"),
+    ("POST", "/v1/instances/{instance_id}/drain", "instance"),  # with `force`: `demand` of an operator
     ("POST", "/v1/forks", "instance"),
     ("POST", "/v1/forks/{below:path}", "instance"),
     # The same in vLLM-Ascend's protocol; its first GET takes a lease.
@@ -42,8 +46,6 @@ ROUTES: Final[tuple[tuple[str, str, Role], ...]] = (
     ("POST", "/add_seed", "instance"),
     ("POST", "/remove_seed", "instance"),
     ("POST", "/renew_seed_lease", "instance"),
-    # What is done to others.
-    ("POST", "/v1/instances/{instance_id}/drain", "operator"),
     # Looking.
     ("GET", "/v1/instances", "reader"),
     ("GET", "/v1/instances/{below:path}", "reader"),
@@ -64,7 +66,7 @@ SECURITY_SCHEME: Final[Mapping[str, str]] = {
     "scheme": "bearer",
     "description": (
         "A token has a role. A reader may GET lists, events, metrics and this page; an instance may also"
-        " register, send heartbeats, fork and remove itself; an operator may do everything."
+        " register, send heartbeats, fork, drain and remove itself; an operator may do everything."
     ),
 }
 """What the OpenAPI document says of the token."""
@@ -150,12 +152,26 @@ class Auth:
         if caller is None:
             why = "the bearer token is wrong" if authorization else "this planner wants a bearer token"
             return ProblemError(401, "unauthorized", why, headers={"WWW-Authenticate": "Bearer"})
-        role = role_needed(method, path) or "operator"
-        if caller.may(role):
-            return None
-        return ProblemError(
-            403, "forbidden", f"this takes the role {role}, and the token shown has the role {caller.role}"
-        )
+        return _lacking(caller, role_needed(method, path) or "operator")
+
+
+def demand(scope: Scope, role: Role) -> None:
+    """For routes that take more of some requests: ProblemError 403 where the caller has not this role.
+
+    The door (`planner.middleware.Guard`) leaves the caller in the scope; where no token is asked for, none.
+    """
+    caller: Caller | None = scope.get(CALLER)
+    problem = None if caller is None else _lacking(caller, role)
+    if problem is not None:
+        raise problem
+
+
+def _lacking(caller: Caller, role: Role) -> ProblemError | None:
+    if caller.may(role):
+        return None
+    return ProblemError(
+        403, "forbidden", f"this takes the role {role}, and the token shown has the role {caller.role}"
+    )
 
 
 class TokensFile:

@@ -34,6 +34,12 @@ class Verdict:
     marked: tuple[InstanceRecord, ...]
     """Records that changed: quarantined, or found gone."""
 
+    def without(self, instance_id: str) -> Verdict:
+        """The same, but for what was said of one instance."""
+        blames = {name: blame for name, blame in self.blames.items() if name != instance_id}
+        once = {name: why for name, why in self.once.items() if name != instance_id}
+        return replace(self, blames=blames, once=once)
+
 
 def judge(
     faults: Iterable[SourceFault],

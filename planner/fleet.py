@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
+from rfork.fields import InstanceState, StorageKind
 from rfork.image.ranges import Range, count
-from rfork.wire import InstanceState, StorageKind
 
 SLOW: Final = 0.3
 """Part of a link's speed that a target is taken to read at which falls behind."""

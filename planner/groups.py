@@ -40,6 +40,7 @@ class LiveGroup:
         self._forks: dict[str, ForkRecord] = {}  # by target
         self._strangers: dict[str, tuple[str, ...]] = {}
         self._missing: set[str] = set()
+        self._elected: dict[str, None] = {}  # targets that read storage for all
         self._shelves: dict[tuple[str, Content], Shelf] = {}
         self._places: dict[str, tuple[tuple[str, Content], Bucket]] = {}
         self._holders: dict[str, dict[Content, Holders]] = {}
@@ -100,6 +101,9 @@ class LiveGroup:
         peers = tuple(Share(read.source_id, read.chunks) for read in fork.reads)
         own = tuple(Share(target_id, read.chunks, read.kind == "loader") for read in fork.storage)
         self.shares[target_id] = peers + own
+        self._elected.pop(target_id, None)
+        if own:
+            self._elected[target_id] = None
         if target_id not in self._missing:
             self._seat(fork)
         self._refresh(target_id)
@@ -112,6 +116,7 @@ class LiveGroup:
             self._unseat(known)
             del self._forks[target_id]
             self.shares.pop(target_id, None)
+            self._elected.pop(target_id, None)
             self._refresh(target_id)
             if fork.finish is not None:
                 self._learn(fork, fork.finish)
@@ -138,7 +143,7 @@ class LiveGroup:
             candidates.update(dict.fromkeys(self._candidates(layout_id, alike)))
         others = {name: len(members) for name, members in self._layouts.items() if name not in layouts}
         for name in others:
-            candidates[min(list(self._layouts[name])[:NEAR], key=self._worth)] = None
+            candidates[min(list(self._layouts[name])[:ANY], key=self._worth)] = None
         held = [self.holders_of(layout_id) for layout_id in layouts]
         return Group(
             model=self.model,
@@ -158,7 +163,9 @@ class LiveGroup:
         return self._holders.get(layout_id, {})
 
     def _candidates(self, layout_id: str, demands: Sequence[Demand]) -> Iterator[str]:
-        """Members of a layout, the best of each neighbourhood of the targets."""
+        """Members of a layout: who reads storage, and the best of each neighbourhood of the targets."""
+        # Also those without a place: what they read nobody else has to.
+        yield from [name for name in self._elected if self._holds(name, layout_id)][:ANY]
         contents = [content for name, content in self._shelves if name == layout_id]
         wanted: dict[Content, list[Demand]] = {}
         best = max(
@@ -189,14 +196,18 @@ class LiveGroup:
         for scope in scopes:
             yield from shelf.best(scope, NEAR if scope != ("all",) else ANY + len(demands))
 
+    def _holds(self, instance_id: str, layout_id: str) -> bool:
+        source = self.sources.get(instance_id)
+        return source is not None and source.layout_id == layout_id
+
     def _worth(self, instance_id: str) -> tuple[bool, str]:
         return not self.sources[instance_id].complete, instance_id
 
     def _greet(self, instance_id: str, strangers: tuple[str, ...]) -> None:
         """Readers that nobody planned come and go."""
-        readers = self.readers.setdefault(instance_id, {})
+        readers, now = self.readers.setdefault(instance_id, {}), set(strangers)
         for name in self._strangers.get(instance_id, ()):
-            if name not in strangers and readers.get(name) == STRANGER:
+            if name not in now and readers.get(name) == STRANGER:
                 del readers[name]
         for name in strangers:
             readers.setdefault(name, STRANGER)

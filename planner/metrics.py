@@ -19,7 +19,8 @@ from prometheus_client import (
 
 from planner.store.records import ForkRecord, InstanceRecord
 from rfork import errors
-from rfork.wire import ForkFinish, InstanceState, Outcome, SourceFault, SourceKind, StorageKind, source_kind
+from rfork.fields import InstanceState, Outcome, SourceKind, StorageKind
+from rfork.wire import ForkFinish, SourceFault, source_kind
 
 ERROR_KINDS: Final = frozenset(
     name

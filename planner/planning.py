@@ -14,21 +14,11 @@ from planner.metrics import Metrics
 from planner.problems import ProblemError, invalid
 from planner.store.base import Change, Conflict, Store
 from planner.store.records import ForkRecord, GroupKey, InstanceRecord, Read
+from rfork.fields import ChunkRange, Outcome
 from rfork.image.ranges import normalise
 from rfork.logs import logger
 from rfork.settings import PlannerSettings
-from rfork.wire import (
-    ChunkRange,
-    ForkFinish,
-    ForkRequest,
-    InstanceReport,
-    Lease,
-    Outcome,
-    Plan,
-    ProgressAck,
-    Route,
-    StorageRead,
-)
+from rfork.wire import ForkFinish, ForkRequest, InstanceReport, Lease, Plan, ProgressAck, Route, StorageRead
 
 RETRY_S: Final = 0.5
 """When to ask again where every source is full: soon, for a reader's place is free at any moment."""
@@ -112,6 +102,9 @@ class Planning:
         for fault in request.faults:
             self._metrics.fault(fault)
         verdict = judge(request.faults, old, state.instance, now, self._settings.quarantine_s)
+        known = state.instance(report.instance_id)
+        if known is not None and set(known.report.storage) - set(report.storage):
+            verdict = verdict.without(report.instance_id)  # what failed is offered no more: the rest is good
         before = state.live_fork_of(report.instance_id)
         ended: tuple[ForkRecord, ...] = ()
         if before is not None and before.fork_id != request.fork_id:
@@ -129,7 +122,7 @@ class Planning:
         if verdict.marked or ended:
             # Before the plan is made: the places of a relay that is gone are free for it.
             await self._store.commit(Change(instances=verdict.marked, forks=ended))
-        return Asked(request, target, state.instance(report.instance_id) is not None, old, verdict)
+        return Asked(request, target, known is not None, old, verdict)
 
     def _still(self, asked: Asked) -> Asked | None:
         """The request on top of what is known of its instance now; None where that was removed meanwhile."""

@@ -18,6 +18,7 @@ from planner.problems import ProblemError
 from planner.state import State
 from planner.store.base import Change, Conflict, Store, StoreUnavailable
 from planner.store.records import ForkRecord, InstanceRecord
+from rfork.fields import Outcome
 from rfork.logs import logger
 from rfork.settings import PlannerSettings
 from rfork.wire import (
@@ -27,7 +28,6 @@ from rfork.wire import (
     InstanceAck,
     InstanceReport,
     MayExit,
-    Outcome,
     Plan,
     ProgressAck,
 )

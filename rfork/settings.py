@@ -15,6 +15,7 @@ from pydantic import Field, SecretStr, ValidationError, field_validator, model_v
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from rfork.errors import SettingsError
+from rfork.fields import Label
 
 TransportName = Literal["http", "transfer_engine"]
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -23,7 +24,9 @@ LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 class TlsSettings(BaseSettings):
     """Files for TLS; with `ca` on a server, clients must show a certificate (mTLS)."""
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_TLS_", env_ignore_empty=True, extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="RFORK_TLS_", env_ignore_empty=True, extra="ignore", frozen=True
+    )
 
     certificate: Path | None = Field(None, description="PEM certificate chain this process shows")
     key: Path | None = Field(None, description="PEM private key of `certificate`")
@@ -64,13 +67,13 @@ class Settings(BaseSettings):
     )
     peer_port: int = Field(0, ge=0, le=65535, description="port of the gRPC peer service; 0 picks one")
     http_port: int = Field(0, ge=0, le=65535, description="port of the http transport; 0 picks one")
-    host: str = Field(
+    host: Label = Field(
         default_factory=socket.gethostname,
         description="name of this node: instances with one name share a host",
     )
-    rack: str | None = Field(None, description="rack label, for planning")
-    zone: str | None = Field(None, description="zone label, for planning")
-    nvlink: str | None = Field(None, description="NVLink domain label, for planning")
+    rack: Label | None = Field(None, description="rack label, for planning")
+    zone: Label | None = Field(None, description="zone label, for planning")
+    nvlink: Label | None = Field(None, description="NVLink domain label, for planning")
 
     # Transports.
     transports: Annotated[tuple[TransportName, ...] | None, NoDecode] = Field(
@@ -84,7 +87,10 @@ class Settings(BaseSettings):
 
     # Receiving.
     deadline_s: float = Field(
-        600.0, gt=0, description="most seconds a fork may take before its fallback starts"
+        600.0,
+        gt=0,
+        description="most seconds a fork may take before its fallback starts; "
+        "put off as long as this instance itself reads storage, for all that wait, and that advances",
     )
     patience_s: float = Field(
         5.0,
@@ -95,23 +101,34 @@ class Settings(BaseSettings):
     stall_s: float = Field(
         10.0, gt=0, description="seconds without a byte after which a source counts as stalled"
     )
+    storage_stall_s: float = Field(
+        60.0,
+        gt=0,
+        description="seconds without a byte from storage (its own, or that of whom it waits for) "
+        "after which that counts as stalled",
+    )
     min_rate: int = Field(1 << 20, gt=0, description="bytes a second below which a source counts as stalled")
     verify: bool = Field(True, description="check every chunk against the manifest; off only to measure")
 
     # The cold start.
     cold_start: Literal["share", "own"] = Field(
-        "share", description="nobody holds the image: `share` one read among those that wait, or each reads its `own`"
+        "share",
+        description="nobody holds the image: `share` one read among those that wait, or each reads its `own`",
     )
     snapshot: str | None = Field(
         None, description="URI of a snapshot of this model (file:///…), read where nobody holds the image"
     )
 
     # Giving.
-    weight: float = Field(1.0, gt=0, le=100, description="share of the readers it wants, beside others that say 1")
+    weight: float = Field(
+        1.0, gt=0, le=100, description="share of the readers it wants, beside others that say 1"
+    )
     egress_rate: int | None = Field(
         None, gt=0, description="most bytes a second this instance gives in all; none: no cap"
     )
-    max_readers: int = Field(4, ge=1, description="most forks that may read from this instance at once")
+    max_readers: int = Field(
+        4, ge=1, le=1 << 16, description="most forks that may read from this instance at once"
+    )
     drain_s: float = Field(30.0, ge=0, description="seconds a closing seed waits for its readers to finish")
 
     log_json: bool = Field(False, description="log as JSON lines instead of text")
@@ -142,7 +159,9 @@ class Settings(BaseSettings):
 class PlannerSettings(BaseSettings):
     """What the planner is told."""
 
-    model_config = SettingsConfigDict(env_prefix="RFORK_PLANNER_", env_ignore_empty=True, extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="RFORK_PLANNER_", env_ignore_empty=True, extra="ignore", frozen=True
+    )
 
     bind: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8700, ge=0, le=65535, description="port to listen on; 0 picks one")
@@ -160,7 +179,9 @@ class PlannerSettings(BaseSettings):
     store: str = Field("memory", description="`memory`, or redis://HOST:PORT/DB for several replicas")
     store_timeout_s: float = Field(2.0, gt=0, description="most seconds one call to the store may take")
     batch_s: float = Field(
-        0.05, ge=0, description="seconds that the first of several arrivals waits, so that they share one plan"
+        0.05,
+        ge=0,
+        description="seconds that the first of several arrivals waits, so that they share one plan",
     )
     rate_limit: float = Field(
         0.0, ge=0, description="requests a second that one caller (token and address) may send; 0: no limit"

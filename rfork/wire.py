@@ -6,24 +6,36 @@ ranges are half-open pairs of chunk indices.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, cast, get_args
+from typing import Annotated, Literal, Self, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-ChunkRange = Annotated[
-    tuple[int, int], Field(description="half-open range of chunk indices", examples=[(0, 64)])
-]
-Identifier = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._:-]+$")]
-ModelName = Annotated[
-    str, Field(min_length=1, max_length=512, examples=["HuggingFaceTB/SmolLM2-135M-Instruct"])
-]
-HexId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", examples=["9f86d081884c7d659a2feaa0c55ad015"])]
-Bytes = Annotated[int, Field(ge=0, le=2**63 - 1)]
-InstanceState = Literal["loading", "serving", "draining"]
-ForkState = Literal["planning", "running", "finished", "failed"]
-Outcome = Literal["forked", "fallback", "failed", "interrupted"]
-SourceKind = Literal["peer", "snapshot", "checkpoint", "loader"]
-StorageKind = Literal["snapshot", "checkpoint", "loader"]
+from rfork.fields import (
+    MOST_RANGES,
+    Bytes,
+    BytesPerSecond,
+    ChunkCount,
+    ChunkRange,
+    Chunks,
+    ForkState,
+    Generation,
+    HexId,
+    Identifier,
+    InstanceState,
+    Label,
+    ModelName,
+    Outcome,
+    RankIndex,
+    RankSize,
+    Reasons,
+    Seconds,
+    SourceBytes,
+    SourceKind,
+    StorageKind,
+    Text,
+    Told,
+    Transports,
+)
 
 
 class WireModel(BaseModel):
@@ -38,13 +50,13 @@ class Rank(WireModel):
     Data-parallel replicas hold the same weights, so `dp` tells them apart without parting them.
     """
 
-    tp: int = Field(0, ge=0, description="tensor parallel index")
-    tp_size: int = Field(1, ge=1)
-    pp: int = Field(0, ge=0, description="pipeline stage")
-    pp_size: int = Field(1, ge=1)
-    ep: int = Field(0, ge=0, description="expert parallel index")
-    ep_size: int = Field(1, ge=1)
-    dp: int = Field(0, ge=0, description="data parallel index; not matched")
+    tp: RankIndex = Field(0, description="tensor parallel index")
+    tp_size: RankSize = 1
+    pp: RankIndex = Field(0, description="pipeline stage")
+    pp_size: RankSize = 1
+    ep: RankIndex = Field(0, description="expert parallel index")
+    ep_size: RankSize = 1
+    dp: RankIndex = Field(0, description="data parallel index; not matched")
     role: Literal["target", "draft"] = Field(
         "target", description="the model itself, or its speculative draft"
     )
@@ -60,17 +72,17 @@ class Rank(WireModel):
 class Placement(WireModel):
     """Where an instance runs; two with one `host` share a node."""
 
-    host: str = Field(min_length=1, max_length=256)
-    rack: str | None = None
-    zone: str | None = None
-    nvlink: str | None = Field(None, description="NVLink domain; those with one name read one another past their NICs")
+    host: Label = Field(min_length=1)
+    rack: Label | None = None
+    zone: Label | None = None
+    nvlink: Label | None = Field(None, description="NVLink domain; those with one name read one another past their NICs")
 
 
 class StorageOffer(WireModel):
     """Something an instance could read its weights from by itself, if the planner elects it to."""
 
     kind: StorageKind = Field(description="`snapshot`: any chunk, verified; `checkpoint`: any chunk; `loader`: all or nothing")
-    uri: str = Field("", max_length=2048, examples=["file:///models/smollm2"])
+    uri: Text = Field("", examples=["file:///models/smollm2"])
     origin: HexId | None = Field(None, description="what tells these files from others, before any chunk is read; not of a loader")
     weights_id: HexId | None = Field(None, description="of a snapshot, whose manifest is known beforehand")
 
@@ -83,27 +95,27 @@ class InstanceReport(WireModel):
     rank: Rank = Rank()
     layout_id: HexId
     weights_id: HexId | None = Field(None, description="none while a loading instance has not yet learnt it")
-    generation: int = Field(0, ge=0, description="raised each time the weights change in place")
-    image_bytes: int = Field(ge=0)
-    chunk_count: int = Field(ge=0)
+    generation: Generation = Field(0, description="raised each time the weights change in place")
+    image_bytes: Bytes
+    chunk_count: ChunkCount
     state: InstanceState
-    verified: tuple[ChunkRange, ...] = Field((), description="chunks it can give")
+    verified: Chunks = Field((), description="chunks it can give")
     draft: HexId | None = Field(None, description="origin of the files its chunks come from, where these were not sealed yet when it got the first")
-    storage: tuple[StorageOffer, ...] = Field((), description="what it could read by itself, best first")
-    address: str = Field(description="host:port of its gRPC peer service", examples=["10.0.0.7:41234"])
-    transports: tuple[str, ...] = Field((), description="transports it offers, best first")
+    storage: tuple[StorageOffer, ...] = Field((), max_length=16, description="what it could read by itself, best first")
+    address: Label = Field(description="host:port of its gRPC peer service", examples=["10.0.0.7:41234"])
+    transports: Transports = Field((), description="transports it offers, best first")
     placement: Placement
-    max_readers: int = Field(4, ge=0)
+    max_readers: int = Field(4, ge=0, le=1 << 16)
     weight: float = Field(1.0, gt=0, le=100, description="share of the readers it wants, beside others that say 1")
-    egress_rate: int | None = Field(None, description="bytes a second it gives at most")
-    readers: tuple[Identifier, ...] = Field((), description="forks that read from it now")
+    egress_rate: int | None = Field(None, gt=0, le=2**63 - 1, description="bytes a second it gives at most")
+    readers: tuple[Identifier, ...] = Field((), max_length=4096, description="forks that read from it now")
 
 
 class InstanceAck(WireModel):
     """The planner's answer to a report."""
 
     heartbeat_s: float = Field(description="send the next report within this time")
-    lease_keys: tuple[str, ...] = Field(description="keys (base64url) this instance checks lease tokens with; the first is the newest")
+    lease_keys: tuple[Label, ...] = Field(max_length=16, description="keys (base64url) this instance checks lease tokens with; the first is the newest")
 
 
 class InstanceView(WireModel):
@@ -111,7 +123,7 @@ class InstanceView(WireModel):
 
     report: InstanceReport
     age_s: float = Field(description="seconds since its last report")
-    quarantined: str | None = Field(None, description="why it gets no readers, if so")
+    quarantined: Told | None = Field(None, description="why it gets no readers, if so")
 
 
 class SourceFault(WireModel):
@@ -119,8 +131,8 @@ class SourceFault(WireModel):
 
     instance_id: Identifier
     fault: Literal["user", "target", "source", "network", "storage"]
-    error: str = Field(max_length=64, description="name of the error class", examples=["SourceStalled"])
-    detail: str = Field("", max_length=1000)
+    error: Text = Field(max_length=64, description="name of the error class", examples=["SourceStalled"])
+    detail: Told = ""
 
 
 class Share(WireModel):
@@ -135,14 +147,21 @@ class ForkRequest(WireModel):
 
     fork_id: Identifier = Field(description="chosen by the target; asking again with it is idempotent")
     instance: InstanceReport = Field(description="the target, in state `loading`, with what it has verified")
-    faults: tuple[SourceFault, ...] = Field((), description="sources that failed since the last plan; its own id stands for its own storage")
-    current: tuple[Share, ...] = Field((), description="what it still reads by the plan it has, if it has one")
+    faults: tuple[SourceFault, ...] = Field((), max_length=256, description="sources that failed since the last plan; its own id stands for its own storage")
+    current: tuple[Share, ...] = Field((), max_length=64, description="what it still reads by the plan it has, if it has one")
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        # Not at `Share`, which tells a caller's plan too: the planner must be able to say what it planned.
+        if sum(len(share.chunks) for share in self.current) > MOST_RANGES:
+            raise ValueError(f"current has more than {MOST_RANGES} ranges in all")
+        return self
 
 
 class Lease(WireModel):
     """The right to read from one source until it expires."""
 
-    token: str = Field(description="shown to the source with every read")
+    token: Annotated[Text, Field(max_length=4096)] = Field(description="shown to the source with every read")
     expires_in_s: float
 
 
@@ -151,10 +170,10 @@ class Route(WireModel):
 
     source_id: Identifier = Field(description="the source's instance_id")
     kind: SourceKind = "peer"
-    address: str = Field(description="host:port of the source's peer service")
+    address: Label = Field(description="host:port of the source's peer service")
     placement: Placement
-    transports: tuple[str, ...] = Field(description="transports both sides offer, best first")
-    generation: int
+    transports: Transports = Field(description="transports both sides offer, best first")
+    generation: Generation
     chunks: tuple[ChunkRange, ...]
     lease: Lease
 
@@ -163,7 +182,7 @@ class StorageRead(WireModel):
     """Chunks that this target is elected to read from storage, in the stead of all that wait behind it."""
 
     kind: StorageKind
-    uri: str = ""
+    uri: Text = ""
     chunks: tuple[ChunkRange, ...]
 
 
@@ -175,7 +194,7 @@ class Plan(WireModel):
     draft: HexId | None = Field(None, description="origin of the chunks, while the weights are not sealed")
     routes: tuple[Route, ...] = ()
     storage: tuple[StorageRead, ...] = Field((), description="what it reads by itself; of these chunks it is the group's one reader")
-    reason: str = Field("", description="why there are no routes, or how they were chosen")
+    reason: Told = Field("", description="why there are no routes, or how they were chosen")
     other_layout: Route | None = Field(
         None,
         description="an instance that holds this model and rank with another layout, when none holds it with "
@@ -190,29 +209,29 @@ class Plan(WireModel):
 class ForkProgress(WireModel):
     """What a target tells the planner about once a second."""
 
-    verified: tuple[ChunkRange, ...]
-    bytes_read: int = Field(ge=0)
-    bytes_per_s: float = Field(ge=0)
-    sources: dict[str, Bytes] = Field(default_factory=dict, description="verified bytes by source: an instance, or `KIND:URI` for storage")
+    verified: Chunks
+    bytes_read: Bytes
+    bytes_per_s: BytesPerSecond
+    sources: SourceBytes = Field(default_factory=dict, description="verified bytes by source: an instance, or `KIND:URI` for storage")
 
 
 class ProgressAck(WireModel):
     """Renewed leases, by source instance."""
 
-    leases: dict[str, Lease] = Field(default_factory=dict)
-    ask_again: str | None = Field(None, description="why the planner has a better plan by now: ask for it; none: go on")
+    leases: dict[Identifier, Lease] = Field(default_factory=dict)
+    ask_again: Told | None = Field(None, description="why the planner has a better plan by now: ask for it; none: go on")
 
 
 class ForkFinish(WireModel):
     """How a fork ended."""
 
     outcome: Outcome
-    seconds: float = Field(ge=0)
-    bytes_read: int = Field(ge=0)
-    sources: dict[str, Bytes] = Field(default_factory=dict, description="verified bytes by source")
-    fallback: str | None = Field(None, description="what was loaded instead, if a fallback was")
-    reasons: tuple[str, ...] = Field((), description="each failure on the way, one line")
-    efficiency: float | None = Field(None, ge=0, description="(S/B)/T: image bytes over the transfer's seconds, against the fastest second's rate")
+    seconds: Seconds
+    bytes_read: Bytes
+    sources: SourceBytes = Field(default_factory=dict, description="verified bytes by source")
+    fallback: Told | None = Field(None, description="what was loaded instead, if a fallback was")
+    reasons: Reasons = Field((), description="each failure on the way, one line; the last 64 count")
+    efficiency: float | None = Field(None, ge=0, le=1e9, description="(S/B)/T: image bytes over the transfer's seconds, against the fastest second's rate")
 
 
 class ForkView(WireModel):
@@ -224,12 +243,12 @@ class ForkView(WireModel):
     rank: Rank
     state: ForkState
     plan: tuple[Share, ...] = ()
-    reason: str = Field("", description="how the sources were chosen, or why there are none")
+    reason: Told = Field("", description="how the sources were chosen, or why there are none")
     progress: ForkProgress | None = None
     finish: ForkFinish | None = None
     age_s: float
-    chunk_count: int
-    image_bytes: int
+    chunk_count: ChunkCount
+    image_bytes: Bytes
 
 
 class MayExit(WireModel):
@@ -237,21 +256,21 @@ class MayExit(WireModel):
 
     may_exit: bool
     readers: int = Field(description="forks that read from it now")
-    reason: str = Field(description="why it may not, or why it may")
+    reason: Told = Field(description="why it may not, or why it may")
 
 
 class InstancePage(WireModel):
     """Some of the instances."""
 
     items: tuple[InstanceView, ...]
-    next: str | None = Field(None, description="pass as `after` for the next page; none: this is the last")
+    next: Identifier | None = Field(None, description="pass as `after` for the next page; none: this is the last")
 
 
 class ForkPage(WireModel):
     """Some of the forks."""
 
     items: tuple[ForkView, ...]
-    next: str | None = Field(None, description="pass as `after` for the next page; none: this is the last")
+    next: Identifier | None = Field(None, description="pass as `after` for the next page; none: this is the last")
 
 
 class ForkEvent(WireModel):
@@ -265,14 +284,14 @@ class ModelView(WireModel):
     """What the fleet holds of one model and rank."""
 
     model: ModelName
-    rank_key: str
+    rank_key: Label
     layout_id: HexId
     weights_id: HexId | None
-    image_bytes: int
+    image_bytes: Bytes
     seeds: int
     relays: int
     forks_running: int
-    storage_bytes: int = Field(0, description="bytes that the forks since the planner started read from storage")
+    storage_bytes: int = Field(0, description="bytes that forks of this rank read from storage since its first instance came; forgotten with its last")
     forked_bytes: int = Field(0, description="bytes that they read from one another")
 
 
@@ -290,8 +309,8 @@ class Problem(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    type: str = Field(examples=["https://rfork.dev/problems/unknown-fork"])
-    title: str
+    type: Told = Field(examples=["https://rfork.dev/problems/unknown-fork"])
+    title: Told
     status: int
-    detail: str
-    instance: str | None = None
+    detail: Told
+    instance: Told | None = None

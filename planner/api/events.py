@@ -14,8 +14,9 @@ from planner.api import examples
 from planner.api.documents import ALWAYS, REQUEST_ID, Told, problems
 from planner.events import Events, ForkChange, Subscription
 from planner.registry import Registry
+from rfork.fields import Identifier
 from rfork.logs import logger
-from rfork.wire import ForkEvent, Identifier
+from rfork.wire import ForkEvent
 
 RETRY_MS: Final = 2000
 """When a browser is to come back after the stream ended."""

@@ -120,7 +120,7 @@ PROGRESS_ACK: Final = ProgressAck(leases={"seed-1": LEASE})
 INSTANCE: Final = InstanceView(report=SEED, age_s=1.5)
 INSTANCES: Final = InstancePage(items=(INSTANCE,), next="seed-1")
 DRAINING: Final = InstanceView(report=SEED.model_copy(update={"state": "draining"}), age_s=0.2)
-EXIT: Final = MayExit(may_exit=False, readers=2, reason="2 forks read from it")
+EXIT: Final = MayExit(may_exit=False, readers=2, reason="forks that read from it: 2")
 FORK: Final = ForkView(
     fork_id="fork-1",
     instance_id="target-1",

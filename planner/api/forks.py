@@ -9,18 +9,10 @@ from fastapi import APIRouter, Body, Path, Query
 from planner.api import examples
 from planner.api.documents import ALWAYS, WITH_BODY, Told, answer, named, problems
 from planner.api.pages import PAGE, After, Limit, page
+from planner.api.reports import own_names
 from planner.registry import Registry
-from rfork.wire import (
-    ForkFinish,
-    ForkPage,
-    ForkProgress,
-    ForkRequest,
-    ForkState,
-    ForkView,
-    Identifier,
-    Plan,
-    ProgressAck,
-)
+from rfork.fields import ForkState, Identifier
+from rfork.wire import ForkFinish, ForkPage, ForkProgress, ForkRequest, ForkView, Plan, ProgressAck
 
 ForkId = Annotated[Identifier, Path(description="chosen by the target", examples=["fork-1"])]
 
@@ -61,6 +53,7 @@ def forks_router(registry: Registry) -> APIRouter:
         `storage` (several, where it is a snapshot: each reads a share), and the others read from it. A plan
         with neither `routes` nor `storage` says in `reason` what there is instead.
         """
+        own_names(request.instance)
         return await registry.ask(request)
 
     @router.post(

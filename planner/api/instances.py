@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Path, Query
+from fastapi import APIRouter, Body, Path, Query, Request
 
 from planner.api import examples
 from planner.api.documents import ALWAYS, WITH_BODY, Told, answer, named, problems
 from planner.api.pages import PAGE, After, Limit, page
+from planner.api.reports import own_names
+from planner.auth import demand
 from planner.problems import invalid
 from planner.registry import Registry
-from rfork.wire import (
-    Identifier,
-    InstanceAck,
-    InstancePage,
-    InstanceReport,
-    InstanceState,
-    InstanceView,
-    MayExit,
-)
+from rfork.fields import Identifier, InstanceState
+from rfork.wire import InstanceAck, InstancePage, InstanceReport, InstanceView, MayExit
 
 InstanceId = Annotated[Identifier, Path(description="chosen by the instance", examples=["seed-1"])]
 
@@ -51,7 +46,7 @@ def instances_router(registry: Registry) -> APIRouter:
         """
         if report.instance_id != instance_id:
             raise invalid("instance_id", f"the path says {instance_id}, the body {report.instance_id}")
-        return await registry.report(report)
+        return await registry.report(own_names(report))
 
     @router.post(
         "/{instance_id}/drain",
@@ -60,14 +55,19 @@ def instances_router(registry: Registry) -> APIRouter:
     )
     async def drain(
         instance_id: InstanceId,
+        request: Request,
         force: Annotated[
-            bool, Query(description="drain it even if it is the last that holds its weights")
+            bool,
+            Query(description="drain it even if it is the last that holds its weights (operators only)"),
         ] = False,
     ) -> InstanceView:
         """Send no new forks to the instance; those that read from it go on. Lasts until it is removed.
 
-        Problem `last-seed` (409) where nobody else holds its weights whole; `force` drains it all the same.
+        Problem `last-seed` (409) where nobody else holds its weights whole; `force` drains it all the same,
+        and takes an operator: an instance's own hook must not leave the next one a cold start.
         """
+        if force:
+            demand(request.scope, "operator")
         return (await registry.drain(instance_id, force=force)).view(registry.now())
 
     @router.get(
@@ -79,8 +79,9 @@ def instances_router(registry: Registry) -> APIRouter:
         """Whether anybody reads from the instance, or will have to. Answers 200 always: ask until it may.
 
         For a preStop hook, once it is drained: `rfork drain INSTANCE --wait 60`, or without rfork
-        `until curl -fsS -H "Authorization: Bearer $RFORK_TOKEN" $RFORK_PLANNER/v1/instances/$INSTANCE/exit
-        | grep -q '"may_exit":true'; do sleep 1; done`. An instance that the planner does not know may end.
+        `for try in $(seq 30); do curl -fsS -m 1 -H "Authorization: Bearer $RFORK_TOKEN"
+        $RFORK_PLANNER/v1/instances/$INSTANCE/exit | grep -q '"may_exit":true' && break; sleep 1; done`.
+        An instance that the planner does not know may end.
         """
         return await registry.may_exit(instance_id)
 

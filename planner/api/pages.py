@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 from fastapi import Query
 
-from rfork.wire import Identifier
+from rfork.fields import Identifier
 
 PAGE: Final = 100
 MOST: Final = 1000

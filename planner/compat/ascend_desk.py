@@ -15,9 +15,10 @@ from planner.planning import finish_of
 from planner.registry import Registry
 from planner.store.base import Change, Conflict
 from planner.store.records import ForkRecord, InstanceRecord
+from rfork.fields import InstanceState, Outcome
 from rfork.logs import logger
 from rfork.settings import host_port
-from rfork.wire import ForkProgress, ForkRequest, InstanceReport, InstanceState, Outcome, Placement
+from rfork.wire import ForkProgress, ForkRequest, InstanceReport, Placement
 
 TRANSPORT: Final = "ascend"
 SILENT_S: Final = 75.0
@@ -53,10 +54,11 @@ class Desk:
         lease_id = secrets.token_hex(16)
         target = _target_report(key, lease_id, host)
         plan = await self._registry.ask(ForkRequest(fork_id=lease_id, instance=target))
-        if not plan.routes:
+        seed = Seed.named(plan.routes[0].source_id) if plan.routes else None
+        if seed is None:
             await self._end(self._registry.fork(lease_id), "fallback", f"NoSource: {plan.reason}")
             return answer(404)
-        seed, ttl_s = Seed.named(plan.routes[0].source_id), plan.routes[0].lease.expires_in_s
+        ttl_s = plan.routes[0].lease.expires_in_s
         # Only renewals are heard of it: it is forgotten when its lease lapses, and not before.
         await self._silent_for(target.instance_id, at_least_s=ttl_s, at_most_s=ttl_s)
         return answer(

@@ -30,6 +30,7 @@ NUMBERS: Final[Mapping[str, tuple[int, int]]] = {
 }
 KEY: Final = re.compile("[!-~]([ -~]*[!-~])?")
 DIGITS: Final = re.compile("[0-9]{1,6}")
+INSTANCE_ID: Final = re.compile(f"{PREFIX}(?P<ip>[0-9a-f.:]+):(?P<port>[0-9]{{1,5}}):(?P<rank>[0-9]{{1,6}})")
 USER_ID: Final = re.compile("[A-Za-z0-9._:-]{1,128}")
 
 _SCHEMAS: Final[Mapping[str, Mapping[str, object]]] = {
@@ -66,10 +67,10 @@ class Seed:
         return f"{PREFIX}{self.ip}:{self.port}:{self.rank}"
 
     @classmethod
-    def named(cls, instance_id: str) -> Self:
-        """The seed with this `instance_id`."""
-        ip, port, rank = instance_id.removeprefix(PREFIX).rsplit(":", 2)
-        return cls(ip, int(port), int(rank))
+    def named(cls, instance_id: str) -> Self | None:
+        """The seed with this `instance_id`; None where no seed has such a one."""
+        found = INSTANCE_ID.fullmatch(instance_id)
+        return None if found is None else cls(found["ip"], int(found["port"]), int(found["rank"]))
 
     @classmethod
     def of(cls, request: Request) -> Self:

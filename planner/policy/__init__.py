@@ -78,8 +78,8 @@ def _plan_alike(working: Working, demands: list[Demand]) -> None:
         (late if begun or demand.current or demand.blamed or near else fresh).append(wanted)
     for demand in late:
         _attach(working, demand)
-    sources = [source for source in _alive(working, own) if _alike(source, first)]
     if len(fresh) > 1:
+        sources = [source for source in _alive(working, own) if _alike(source, first)]
         fresh = fan_out(
             working, fresh, [source for source in sources if same_weights(source, fresh[0].target)]
         )

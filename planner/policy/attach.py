@@ -33,6 +33,8 @@ from rfork.image.ranges import Range, count, intersect, normalise, subtract
 
 STRIPES: Final = 4
 """Most sources that one fork reads from at once by choice."""
+MOST: Final = 8
+"""Sources that one fork is divided among, where none gives everything."""
 ENOUGH: Final = 0.75
 """Part of what a target needs that one source must have to spare to be read from alone."""
 
@@ -139,7 +141,7 @@ def _options(
     for source in sorted(candidates, key=lambda source: order(working, source, target, lost=lost)):
         if source.instance_id == target.instance_id:
             continue
-        if not left and len(options) > 2 * STRIPES:
+        if sum(option.gives == rest for option in options) == STRIPES or (not left and len(options) > MOST):
             break
         obstacle = unfit(source, demand, working.now)
         gives = () if obstacle else working.fed(source, rest, target)

@@ -15,7 +15,8 @@ from typing import Any, Final, Generic, TypeVar, get_type_hints
 from pydantic import ConfigDict, TypeAdapter
 
 from planner.store.records import ForkRecord, InstanceRecord
-from rfork.wire import ChunkRange, InstanceReport
+from rfork.fields import ChunkRange
+from rfork.wire import InstanceReport
 
 Record = TypeVar("Record", InstanceRecord, ForkRecord)
 Patch = Mapping[str, str]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,6 +34,8 @@ class Body:
     """As `group_text` writes it; empty where the change depends on no group."""
     version: int = 0
     """Of the group, before the change."""
+    emptied: tuple[str, ...] = ()
+    """Groups that nobody is in any more: their versions are forgotten."""
 
 
 BODY: Final = TypeAdapter(Body)
@@ -70,11 +72,18 @@ class Contents:
     instances: Mapping[str, InstanceRecord]
     forks: Mapping[str, ForkRecord]
     versions: Mapping[GroupKey, int]
+    floor: int
+    """The version of every group that is not among them."""
     ended: tuple[str, ...]
     """Forks in the order of their end."""
 
 
-def body_of(change: Change, instances: Mapping[str, InstanceRecord], forks: Mapping[str, ForkRecord]) -> Body:
+def body_of(
+    change: Change,
+    instances: Mapping[str, InstanceRecord],
+    forks: Mapping[str, ForkRecord],
+    emptied: Iterable[GroupKey] = (),
+) -> Body:
     """The change as patches of these records, whole where there is none; without those that are the same."""
     patches = (
         (name, INSTANCES.patch(instances.get(name), each))
@@ -88,6 +97,7 @@ def body_of(change: Change, instances: Mapping[str, InstanceRecord], forks: Mapp
         gone=change.gone,
         group="" if change.group is None else group_text(change.group),
         version=change.version,
+        emptied=tuple(group_text(group) for group in emptied),
     )
 
 

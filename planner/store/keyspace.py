@@ -2,11 +2,13 @@
 
 ::
 
-    meta        epoch, count of changes, the furthest that a replica's clock has come
+    meta        epoch, count of changes, the furthest that a replica's clock has come, `floor`; of the
+                stream, at which change its newer half begins and the bytes of that half
     changes     stream of the last changes; the id of the n-th is n-0, so that a gap shows
     instances   `ID PART` -> JSON text (planner.store.codec)
     forks       the same
-    versions    group -> how often its forks were changed
+    versions    group -> number of the last change of its forks; those of empty groups are forgotten, and
+                then count as `floor`, the number of the change that forgot the last one
     ended       forks that ended, in that order
 
 All of it goes when no planner has written for a day. Only this module imports the `redis` package.
@@ -34,10 +36,14 @@ from planner.store.scripts import COMMIT, OPEN
 from rfork.errors import SettingsError
 from rfork.settings import host_port
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Of keys and records: planners of different formats do not see one another."""
 KEYS: Final = ("meta", "changes", "instances", "forks", "versions", "ended")
 KEEP_CHANGES: Final = 20_000
+"""A replica that is further behind loads everything: ten seconds of 10,000 instances' heartbeats."""
+KEEP_BYTES: Final = 64 << 20
+"""The same in bytes. A heartbeat is 130 to 300 of them, a fork's progress 900, its plan 2,100, so that the
+count comes first; but the largest report is 590,000, and 20,000 of those would be 12 GB."""
 KEEP_S: Final = 24 * 3600
 LOAD_TIMEOUTS: Final = 10
 """Reading everything may take this many times as long as one call: it is one answer of some tens of MB."""
@@ -81,7 +87,7 @@ class Keyspace:
                 for name in ("instances", "forks", "versions"):
                     steps.execute_command("HGETALL", self._keys[name])
                 steps.execute_command("ZRANGE", self._keys["ended"], 0, -1)
-                (epoch, number, at), instances, forks, versions, ended = await steps.execute()
+                (epoch, number, at, floor), instances, forks, versions, ended = await steps.execute()
             return Contents(
                 epoch=epoch.decode(),
                 number=int(number),
@@ -89,6 +95,7 @@ class Keyspace:
                 instances=_records(INSTANCES, instances),
                 forks=_records(FORKS, forks),
                 versions={group_from(group.decode()): int(version) for group, version in versions.items()},
+                floor=int(floor or 0),
                 ended=tuple(name.decode() for name in ended),
             )
 
@@ -97,7 +104,8 @@ class Keyspace:
         async with self._bounded():
             answer = await self._call(
                 "EVALSHA", COMMIT_SHA1, len(KEYS), *self._keys.values(),
-                epoch, since, f"{at:.6f}", self._keep_forks, KEEP_CHANGES, KEEP_S * 1000,
+                epoch, since, f"{at:.6f}", self._keep_forks, KEEP_CHANGES, KEEP_BYTES // 2,
+                KEEP_S * 1000,
                 INSTANCES.head, " ".join(INSTANCES.parts), FORKS.head, " ".join(FORKS.parts),
                 *(BODY.dump_json(body) for body in bodies),
             )  # fmt: skip

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Final
 
 from planner.leases import Clock
 from planner.state import State
 from planner.store.codec import FORKS, INSTANCES, Codec, Patch, Record
 from planner.store.exchange import Behind, Contents, Entry, group_from
 from planner.store.records import GroupKey
+
+MOST_EMPTIED: Final = 256
+"""Groups that one change forgets; the next one that has an instance leave forgets more."""
 
 
 class Mirror:
@@ -29,13 +33,14 @@ class Mirror:
         self._synced_at = clock.monotonic()
         self._ahead = 0.0  # seconds that the shared clock is ahead of this machine's
         self._versions: dict[GroupKey, int] = {}
+        self._floor = 0
 
     def fill(self, contents: Contents) -> None:
         """Replace everything. Records are put in the order in which they were last heard of."""
         if not self.epoch:
             self._ahead = contents.at - self._clock.monotonic()
         self.epoch, self.applied = contents.epoch, contents.number
-        self._versions = dict(contents.versions)
+        self._versions, self._floor = dict(contents.versions), contents.floor
         ended = {name: None for name in contents.ended if name in contents.forks}
         live = [fork for name, fork in contents.forks.items() if name not in ended]
         self.state.clear()
@@ -60,7 +65,10 @@ class Mirror:
             raise Behind(f"change {entry.number} does not fit what is known: {first_line}") from None
         self.state.apply(instances, forks, body.gone)
         if body.group:
-            self._versions[group_from(body.group)] = body.version + 1
+            self._versions[group_from(body.group)] = entry.number
+        for emptied in body.emptied:
+            self._versions.pop(group_from(emptied), None)
+            self._floor = entry.number
         self.applied = entry.number
 
     def synced(self, at: float = 0.0) -> None:
@@ -70,8 +78,19 @@ class Mirror:
         self._ahead = now - self._synced_at
 
     def version(self, group: GroupKey) -> int:
-        """How often the group's forks were changed."""
-        return self._versions.get(group, 0)
+        """Number of the last change of the group's forks; of a group without one, of the last forgetting.
+
+        So no version comes twice: a plan from before a group was forgotten is refused after it.
+        """
+        return self._versions.get(group, self._floor)
+
+    def emptied_by(self, gone: Iterable[str]) -> list[GroupKey]:
+        """Groups whose version is kept although, without the instances `gone`, nobody is in them."""
+        leaving, held = set(gone), set[GroupKey]()
+        for group in self.state.groups():
+            if not leaving.issuperset(group.sources):
+                held.add((group.model, group.rank_key))
+        return [group for group in self._versions if group not in held][:MOST_EMPTIED]
 
     def now(self) -> float:
         """The shared clock, in seconds; it began as the unix time of Redis."""

@@ -11,17 +11,9 @@ from functools import cached_property
 
 from planner.fleet import Place, Source, Storage
 from rfork import wire
+from rfork.fields import ForkState
 from rfork.image.ranges import Range, normalise
-from rfork.wire import (
-    ForkFinish,
-    ForkProgress,
-    ForkState,
-    ForkView,
-    InstanceReport,
-    InstanceView,
-    Rank,
-    StorageRead,
-)
+from rfork.wire import ForkFinish, ForkProgress, ForkView, InstanceReport, InstanceView, Rank, StorageRead
 
 GroupKey = tuple[str, str]
 """Model and rank key."""

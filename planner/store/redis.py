@@ -92,21 +92,23 @@ class RedisStore:
             raise Conflict
         instances = [self.state.instance(each.report.instance_id) for each in change.instances]
         forks = [self.state.fork(each.fork_id) for each in change.forks]
+        emptied = self._mirror.emptied_by(change.gone) if change.gone else []
         body = body_of(
             change,
             {each.report.instance_id: each for each in instances if each is not None},
             {each.fork_id: each for each in forks if each is not None},
+            emptied,
         )
         if body == Body():
             return
         verdict = await self._offer(body)
         if verdict == UNKNOWN:
-            verdict = await self._offer(body_of(change, {}, {}))
+            verdict = await self._offer(body_of(change, {}, {}, emptied))
         if verdict == CONFLICT:
             raise Conflict
 
     def version(self, group: GroupKey) -> int:
-        """How often the group's forks were changed, as far as this replica knows."""
+        """Of the group's forks, as far as this replica knows (`planner.store.mirror.Mirror.version`)."""
         return self._mirror.version(group)
 
     def now(self) -> float:
@@ -135,7 +137,9 @@ class RedisStore:
                 await self._serve()
             except Behind as why:
                 self._log.warning("store is loaded again", why=str(why), store=self._keys.where)
+                # Redis may have taken these: who asks again meets what it made of them.
                 _refuse(self._sent, f"the store at {self._keys.where} is loaded again: {why}")
+                self._sent = []
             except StoreUnavailable as error:
                 await self._fail(str(error))
             except Exception as error:
@@ -191,20 +195,21 @@ class RedisStore:
             if not self._offers:
                 self._wanted.clear()
             self._sent = [offer for offer in taken if not offer.verdict.done()]
-            try:
-                await self._write_batch(self._sent)
-            except Behind:
-                # Redis looked at none of them: they are offered again once everything is loaded.
-                self._offers.extendleft(reversed(self._sent))
-                self._wanted.set()
-                self._sent = []
-                raise
+            await self._write_batch(self._sent)
             self._sent = []
 
     async def _write_batch(self, batch: list[Offer]) -> None:
         bodies = [offer.body for offer in batch if offer.body is not None]
         mirror = self._mirror
-        outcome = await self._keys.commit(mirror.epoch, mirror.applied, mirror.now(), bodies)
+        try:
+            outcome = await self._keys.commit(mirror.epoch, mirror.applied, mirror.now(), bodies)
+        except Behind:
+            # Redis looked at none of them: they are offered again once everything is loaded.
+            self._offers.extendleft(reversed(batch))
+            self._wanted.set()
+            self._sent = []
+            raise
+        # From here on Redis has answered: whoever cannot follow it loads everything, and offers none twice.
         for entry in outcome.missed:
             mirror.apply(entry)
         for body, verdict in zip(bodies, outcome.verdicts, strict=True):

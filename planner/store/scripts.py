@@ -16,22 +16,25 @@ end
 -- A write, so that a Redis that takes none (full, or a read-only replica) is found out here.
 redis.call('HSET', KEYS[1], 'opened', ARGV[1])
 for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[2]) end
-return redis.call('HMGET', KEYS[1], 'epoch', 'number', 'at')
+return redis.call('HMGET', KEYS[1], 'epoch', 'number', 'at', 'floor')
 """
 
 COMMIT: Final = """
 -- Arguments: the replica's epoch, count of changes it has read and its time; ended forks to keep, length of
--- the stream, milliseconds to keep the keys; head part and all parts of an instance, then of a fork; bodies.
+-- the stream and bytes of half of it, milliseconds to keep the keys; head part and all parts of an instance,
+-- then of a fork; bodies.
 -- Answers {changes it has not read, a verdict for each body, shared time}, or nil where it must load all.
 local meta, changes, instances, forks, versions, ended = unpack(KEYS)
-local epoch, since, at, keep_forks, keep_changes, keep_ms = unpack(ARGV, 1, 6)
-local instance_head, instance_parts, fork_head, fork_parts = unpack(ARGV, 7, 10)
-local CONFLICT, UNKNOWN, FIRST_BODY = 0, -1, 11
+local epoch, since, at, keep_forks, keep_changes, half_bytes, keep_ms = unpack(ARGV, 1, 7)
+local instance_head, instance_parts, fork_head, fork_parts = unpack(ARGV, 8, 11)
+local CONFLICT, UNKNOWN, FIRST_BODY = 0, -1, 12
 since = tonumber(since)
 
-local known = redis.call('HMGET', meta, 'epoch', 'number', 'at')
+local known = redis.call('HMGET', meta, 'epoch', 'number', 'at', 'floor', 'half', 'half_bytes')
 if known[1] ~= epoch then return false end
 local number = tonumber(known[2])
+local floor = tonumber(known[4] or '0')
+local half, bytes = tonumber(known[5] or '1'), tonumber(known[6] or '0')
 local missed = {}
 if number ~= since then
     missed = redis.call('XRANGE', changes, '(' .. since .. '-0', '+')
@@ -63,10 +66,20 @@ local function forget(hash, parts, id)
     redis.call('HDEL', hash, unpack(fields))
 end
 
+-- In two halves, so that a bound on bytes costs two numbers: once the newer one is full, the older one goes.
+local function tell(text)
+    bytes = bytes + #text
+    if bytes > tonumber(half_bytes) then
+        redis.call('XTRIM', changes, 'MINID', '=', half .. '-0')
+        half, bytes = number, #text
+    end
+    redis.call('XADD', changes, 'MAXLEN', '~', keep_changes, number .. '-0', 'body', text)
+end
+
 local function commit(text)
     local body = cjson.decode(text)
     if body.group ~= '' then
-        local version = tonumber(redis.call('HGET', versions, body.group) or '0')
+        local version = tonumber(redis.call('HGET', versions, body.group) or floor)
         if version ~= body.version then return CONFLICT end
     end
     if not complete(instances, instance_head, body.instances) then return UNKNOWN end
@@ -74,8 +87,12 @@ local function commit(text)
     write(instances, body.instances)
     write(forks, body.forks)
     for _, id in ipairs(body.gone) do forget(instances, instance_parts, id) end
-    if body.group ~= '' then redis.call('HINCRBY', versions, body.group, 1) end
     number = redis.call('HINCRBY', meta, 'number', 1)
+    if body.group ~= '' then redis.call('HSET', versions, body.group, number) end
+    for _, group in ipairs(body.emptied) do
+        redis.call('HDEL', versions, group)
+        floor = number
+    end
     for _, patch in ipairs(body.forks) do
         local finish = patch[2]['finish']
         if finish == 'null' then
@@ -84,7 +101,7 @@ local function commit(text)
             redis.call('ZADD', ended, 'NX', number, patch[1])
         end
     end
-    redis.call('XADD', changes, 'MAXLEN', '~', keep_changes, number .. '-0', 'body', text)
+    tell(text)
     return number
 end
 
@@ -97,7 +114,7 @@ if many > 0 then
     for index = 1, #oldest, 2 do forget(forks, fork_parts, oldest[index]) end
 end
 if tonumber(at) < tonumber(known[3]) then at = known[3] end
-redis.call('HSET', meta, 'at', at)
+redis.call('HSET', meta, 'at', at, 'floor', floor, 'half', half, 'half_bytes', bytes)
 for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, keep_ms) end
 return {missed, verdicts, at}
 """

@@ -83,5 +83,5 @@ def _drain(client: PlannerClient, instance_id: str, *, force: bool) -> None:
         if error.problem == "unknown-instance":
             return
         if error.problem == "last-seed":
-            error.hint = "wait until another holds them, or pass --force and let the next one start cold"
+            error.hint = "wait until another holds them, or pass --force as an operator: the next starts cold"
         raise

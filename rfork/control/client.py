@@ -19,18 +19,17 @@ from pydantic import TypeAdapter
 from rfork.control.events import SILENCE_S, EventStream
 from rfork.control.rest import RestClient
 from rfork.errors import PlannerRefused
+from rfork.fields import ForkState, InstanceState
 from rfork.settings import TlsSettings
 from rfork.wire import (
     ForkFinish,
     ForkPage,
     ForkProgress,
     ForkRequest,
-    ForkState,
     ForkView,
     InstanceAck,
     InstancePage,
     InstanceReport,
-    InstanceState,
     InstanceView,
     MayExit,
     ModelView,

@@ -47,14 +47,14 @@ class LeaseClaims:
 
 
 def derive_key(secret: bytes, instance_id: str) -> str:
-    """The key of one instance, base64url: what `InstanceAck.lease_key` carries."""
+    """The key of one instance, base64url: one of those that `InstanceAck.lease_keys` carries."""
     # The trailing 1 is HKDF's block counter.
     block = hmac.digest(secret, INFO + instance_id.encode() + b"\x01", hashlib.sha256)
     return base64.urlsafe_b64encode(block).decode()
 
 
 def decode_key(lease_key: str) -> bytes:
-    """The bytes of an `InstanceAck.lease_key`. Raises LeaseRefused where it is not base64url."""
+    """The bytes of one of `InstanceAck.lease_keys`. Raises LeaseRefused where it is not base64url."""
     try:
         return base64.b64decode(lease_key, altchars=b"-_", validate=True)
     except (binascii.Error, ValueError) as error:

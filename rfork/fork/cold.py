@@ -8,6 +8,8 @@ fills the whole module first.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -15,6 +17,7 @@ from typing import Self
 from torch import nn
 
 from rfork.errors import CheckpointError, StorageError
+from rfork.fields import StorageKind
 from rfork.fork.fallback import Derived, Fallback, load_clean
 from rfork.image.capture import capture
 from rfork.image.manifest import Manifest
@@ -22,8 +25,9 @@ from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.seed.holding import seal
 from rfork.seed.seed import Seed
+from rfork.storage.attempt import Attempt
 from rfork.storage.base import Storage, name_of, offer_of
-from rfork.wire import StorageKind, StorageOffer, StorageRead
+from rfork.wire import StorageOffer, StorageRead
 
 log = logger(__name__)
 
@@ -31,19 +35,19 @@ log = logger(__name__)
 class Rebound(Exception):
     """A loader put new tensors in the module's place: the module is loaded, the image is not of it.
 
-    Not an error of the fork's: `name` is the way that filled the module.
+    Not an error of the fork's: `way` is what filled the module.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
+    def __init__(self, way: Fallback) -> None:
+        super().__init__(way.name)
+        self.way = way
 
 
 class Offers:
     """The ways of one fork as the planner is told of them, and as they are read; a context manager.
 
-    Opened before the first byte arrives: `derived` and the module are then as they were built. A way
-    that cannot work is left out, with a warning; it is tried again as a fallback, and says why there.
+    A fork that has a source costs no disk anything: the ways are opened once `open` is called. A way that
+    cannot work is left out, with a warning; it is tried again as a fallback, and says why there.
     """
 
     def __init__(
@@ -53,38 +57,63 @@ class Offers:
         image: Image,
         derived: Derived | None,
         seed: Seed,
+        patience_s: float,
         exclude: Sequence[str] = (),
     ) -> None:
-        """`exclude` is what the image leaves out of the module; see `capture`. No `derived`, no ways."""
+        """`exclude` is what the image leaves out of the module; see `capture`. No `derived`, no ways.
+
+        `patience_s` is how long storage that gives nothing is waited for when it is opened.
+        """
+        self.told: tuple[StorageOffer, ...] = ()
+        """What was opened; nothing before `open`."""
+        self._ways = ways
         self._module = module
         self._image = image
         self._derived = derived
         self._seed = seed
+        self._patience_s = patience_s
         self._exclude = exclude
+        self._lock = threading.Lock()
+        self._opened = False
         self._chunked: dict[tuple[StorageKind, str], Storage] = {}
         self._whole: dict[tuple[StorageKind, str], Fallback] = {}
-        told: list[StorageOffer] = []
-        for way in ways:
-            try:
-                storage = self._open(way)
-            except (CheckpointError, StorageError) as error:
-                log.warning("not offered for a cold start", way=way.name, because=str(error))
-                continue
-            if storage is not None:
-                self._chunked[storage.kind, storage.uri] = storage
-                told.append(offer_of(storage))
-            elif ("loader", way.uri) not in self._whole:
-                self._whole["loader", way.uri] = way
-                told.append(StorageOffer(kind="loader", uri=way.uri))
-        self.told = tuple(told)
 
-    def _open(self, way: Fallback) -> Storage | None:
-        if way.open is None or self._derived is None:
+    def open(self) -> bool:
+        """Open the ways, all at once; whether this call, the first, found any.
+
+        Raises UserError kinds where a way makes no sense at all.
+        """
+        with self._lock:
+            if self._opened:
+                return False
+            self._opened = True
+            until = time.monotonic() + self._patience_s
+            attempts = [(way, self._attempt(way)) for way in self._ways]
+            told: list[StorageOffer] = []
+            for way, attempt in attempts:
+                try:
+                    storage = attempt.result(until) if attempt is not None else None
+                except (CheckpointError, StorageError) as error:
+                    log.warning("not offered for a cold start", way=way.name, because=str(error))
+                    continue
+                if storage is not None:
+                    self._chunked[storage.kind, storage.uri] = storage
+                    told.append(offer_of(storage))
+                elif ("loader", way.uri) not in self._whole:
+                    self._whole["loader", way.uri] = way
+                    told.append(StorageOffer(kind="loader", uri=way.uri))
+            self.told = tuple(told)
+            return bool(told)
+
+    def _attempt(self, way: Fallback) -> Attempt[Storage | None] | None:
+        opening, derived = way.open, self._derived
+        if opening is None or derived is None:
             return None
-        return way.open(self._module, self._image, self._derived)
+        return Attempt(way.name, lambda: opening(self._module, self._image, derived), _close)
 
     def find(self, read: StorageRead) -> Storage:
         """The storage of a plan. Raises StorageError where this instance has none such."""
+        self.open()
         storage = self._chunked.get((read.kind, read.uri))
         if storage is None:
             raise StorageError(f"the plan names {name_of(read.kind, read.uri)}, which was not offered")
@@ -92,6 +121,7 @@ class Offers:
 
     def load_whole(self, read: StorageRead) -> Manifest:
         """Fill the module by a loader, and digest it. Raises RforkError kinds, or Rebound."""
+        self.open()
         way = self._whole.get((read.kind, read.uri))
         if way is None:
             raise StorageError(f"the plan names {name_of(read.kind, read.uri)}, which was not offered")
@@ -99,7 +129,7 @@ class Offers:
             self._seed.fence()  # it was of other weights than those that come now
         load_clean(self._module, self._derived, way)
         if not self._image.same_memory(capture(self._module, exclude=self._exclude)):
-            raise Rebound(way.name)
+            raise Rebound(way)
         return seal(self._image)
 
     def __enter__(self) -> Self:
@@ -110,3 +140,8 @@ class Offers:
     ) -> None:
         for storage in self._chunked.values():
             storage.close()
+
+
+def _close(storage: Storage | None) -> None:
+    if storage is not None:
+        storage.close()

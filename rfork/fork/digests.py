@@ -13,7 +13,7 @@ name, ``ORIGIN-…``: whoever holds chunks of the first then drops them too.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from rfork.errors import SourceChanged, StorageError
@@ -38,8 +38,8 @@ class Giving(Protocol):
         """These chunks were offered and are wrong: whoever read them has to know."""
         ...
 
-    def say_loading(self, loading: bool) -> None:
-        """Whether this instance, or whom it waits for, reads from storage now."""
+    def say_reading(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
+        """When storage last gave something, here or (`relayed`) to whom this instance waits for."""
         ...
 
 
@@ -54,6 +54,8 @@ class Digests:
         self._giving = giving
         self._announced: dict[str, dict[int, bytes]] = {}
         self._readers: set[str] = set()
+        self._own: set[int] = set()
+        """Chunks that own files hold too: found there, or read from there."""
 
     # -- what sources say -------------------------------------------------------------------------
 
@@ -86,21 +88,31 @@ class Digests:
             self._begin(draft)
         self._announced.setdefault(source_id, {}).update(digests)
 
-    def read_files(self, source_id: str, origin: str, *, agrees: bool) -> None:
-        """This instance reads files of `origin` by itself; whether they hold a sample of what it holds.
+    def read_files(
+        self, source_id: str, origin: str, compared: Mapping[int, bytes], *, agrees: bool
+    ) -> Mapping[int, bytes]:
+        """This instance reads files of `origin` by itself; whether they hold what was `compared`.
 
-        Raises StorageError where the manifest is known and the files do not agree with it.
+        Returns the digests of chunks that are held besides, which have to be compared first. Raises
+        StorageError where the manifest is known and the files do not agree with it.
         """
         if self.manifest is not None:
             if not agrees:
                 raise StorageError(f"holds other weights than {self.manifest.weights_id}")
-            return
+            return {}
         draft = self._board.draft
         if draft is None or draft.partition("-")[0] != origin:
             self._begin(origin)
         elif not agrees:
             self._begin(f"{origin}-{secrets.token_hex(8)}")
+        else:
+            held = self._board.digests
+            left = {chunk: digest for chunk, digest in held.items() if compared.get(chunk) != digest}
+            if left:
+                return left
+            self._own.update(held)
         self._readers.add(source_id)
+        return {}
 
     def forget(self, source_id: str) -> None:
         """The source has ended: what it said counts no more."""
@@ -114,6 +126,7 @@ class Digests:
         self._board.begin(None)
         self._announced.clear()
         self._readers.clear()
+        self._own.clear()
 
     # -- what was read ----------------------------------------------------------------------------
 
@@ -131,9 +144,20 @@ class Digests:
             raise SourceChanged(f"chunk {chunk} is of another draft than this fork holds by now")
         return digest
 
-    def sample(self) -> dict[int, bytes]:
-        """Digests of the first and the last chunk that this fork holds, or else is offered, if any."""
-        digests = self._board.digests or {
+    def confirm(self, chunk: int) -> None:
+        """The chunk was read from own files."""
+        self._own.add(chunk)
+
+    def held(self) -> dict[int, bytes]:
+        """Digests that files have to hold too, before chunks of theirs are given: of all that is held.
+
+        With a manifest, which every chunk is checked against, and where nothing is held but something
+        is offered, the first and the last are enough to tell at once that the files are others.
+        """
+        held = self._board.digests
+        if held and self.manifest is None:
+            return held
+        digests = held or {
             chunk: digest for told in self._announced.values() for chunk, digest in told.items()
         }
         return {chunk: digests[chunk] for chunk in (min(digests), max(digests))} if digests else {}
@@ -142,17 +166,29 @@ class Digests:
         """Forget chunks that were verified: they are read again."""
         if chunks:
             log.warning("chunks dropped", chunks=len(chunks), because=why)
+            self._own.difference_update(chunks)
             self._schedule.drop(chunks)
             self._giving.drop(chunks)
 
-    def seal(self) -> None:
-        """Every chunk is held: their digests are the manifest, if none was known."""
-        if self.manifest is None:
-            self.learn(Manifest(self._image.layout, tuple(self._whole(self._board.digests))))
+    def seal(self) -> bool:
+        """Every chunk is held: whether they are known to be of one image.
 
-    def _whole(self, digests: Mapping[int, bytes]) -> Iterable[bytes]:
-        for chunk in range(len(self._image.layout.chunks)):
-            yield digests[chunk] if chunk in digests else self._image.digest(chunk)
+        By the manifest; or because all are those of own files: then their digests are the manifest.
+        """
+        count = len(self._image.layout.chunks)
+        if self.manifest is None and (len(self._own) == count or not count):
+            held = self._board.digests
+            self.learn(Manifest(self._image.layout, tuple(held[chunk] for chunk in range(count))))
+        return self.manifest is not None
+
+    def doubt(self) -> None:
+        """Every chunk is held, and nobody is left who could say that they are of one image.
+
+        Some are given up: whoever is asked for them by the next plan knows it, or finds it out.
+        """
+        last = len(self._image.layout.chunks) - 1
+        others = [chunk for chunk in ranges.indices(self._board.verified) if chunk not in self._own]
+        self.drop(others if self._own else [last], "nobody is left who knows the whole image")
 
     def _begin(self, draft: str) -> None:
         """Chunks are of this draft from now on; those of the one before are dropped."""

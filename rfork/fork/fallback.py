@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rfork.errors import NothingLeft, RforkError, StorageError, UserError
+from rfork.fields import StorageKind
 from rfork.image import ranges
 from rfork.image.capture import capture
 from rfork.image.memory import Image
@@ -35,13 +36,15 @@ OpenStorage = Callable[[nn.Module, Image, "Derived"], Storage | None]
 class Fallback:
     """One way to fill a module without a peer; `name` is the word for it in the report.
 
-    `uri` is what the planner is told that it reads, if that has a name. `open`, called before the
-    first byte arrives, gives what can be read chunk by chunk, or None where `load` has to do it all;
-    it raises CheckpointError or StorageError where neither will work. Without `open`, `load` does it.
+    `kind` and `uri` are what it reads, as the planner is told; a `uri` only where that has a name.
+    `open` gives what can be read chunk by chunk, or None where `load` has to do it all; it raises
+    CheckpointError or StorageError where neither will work. It is called at any time of the fork, on
+    a thread of its own, so it must not look at the bytes of the tensors. Without it, `load` does it.
     """
 
     name: str
     load: Loader
+    kind: StorageKind = "loader"
     uri: str = ""
     open: OpenStorage | None = None
 
@@ -61,6 +64,7 @@ def checkpoint_fallback(folder: Path) -> Fallback:
     return Fallback(
         f"checkpoint {folder}",
         lambda module: Checkpoint.open(folder).load_into(module),
+        "checkpoint",
         folder.resolve().as_uri(),
         chunks,
     )
@@ -89,7 +93,7 @@ def snapshot_fallback(uri: str, exclude: Sequence[str] = ()) -> Fallback:
     def chunks(module: nn.Module, image: Image, derived: Derived) -> Storage:
         return Snapshot.open(uri, image.layout)
 
-    return Fallback(f"snapshot {uri}", load, uri, chunks)
+    return Fallback(f"snapshot {uri}", load, "snapshot", uri, chunks)
 
 
 class Derived:
@@ -139,8 +143,8 @@ def load_clean(module: nn.Module, derived: Derived | None, way: Fallback) -> Non
 
 def fall_back(
     module: nn.Module, derived: Derived | None, ways: Sequence[Fallback], reasons: Sequence[RforkError]
-) -> str:
-    """Try each way into a clean model; returns the name of the one that worked.
+) -> Fallback:
+    """Try each way into a clean model; returns the one that worked.
 
     `reasons` are the failures so far. Raises NothingLeft, with those and each way's own, when none
     worked: the module's content is then undefined.
@@ -153,7 +157,7 @@ def fall_back(
         except RforkError as error:
             failures.append(error)
         else:
-            return way.name
+            return way
     told = "; ".join(f"{error.kind}: {error}" for error in failures) or "no source and no fallback was given"
     raise NothingLeft(
         f"no way to get the weights is left: {told}",

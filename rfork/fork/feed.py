@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 
 from rfork.errors import RforkError, SourceCorrupt, SourceGone, SourceStalled, TargetError
+from rfork.fork.deadline import Deadline
 from rfork.fork.giver import Listener
 from rfork.image import ranges
 from rfork.image.memory import Image
@@ -28,7 +29,7 @@ SHOW_AFTER = 1 / 3
 class Feed:
     """Opens a channel to one source and keeps its readable chunks up to date.
 
-    `deadline` is the fork's own, a `time.monotonic()` value.
+    `deadline` is the fork's own.
     """
 
     def __init__(
@@ -39,14 +40,15 @@ class Feed:
         dial: Dial,
         settings: Settings,
         listener: Listener,
-        deadline: float,
+        deadline: Deadline,
     ) -> None:
         self.source_id = self.instance_id = route.source_id
         self.host = route.placement.host
         self.address = route.address
         self.transport = ""
-        self.loading = False
-        """Whether the source, or whom it waits for, reads from storage now."""
+        self.read_at: float | None = None
+        """When the storage that the source, or whom it waits for, reads last gave something."""
+        self.relayed = False
         self.heard_at = time.monotonic()
         self.advanced_at = self.heard_at
         self._route = route
@@ -106,7 +108,7 @@ class Feed:
                 )
 
     def _follow(self) -> None:
-        step = min(time.monotonic() + self._settings.stall_s, self._deadline)
+        step = min(time.monotonic() + self._settings.stall_s, self._deadline.at)
         layout = self._image.layout
         peer = self._peer = self._dial(self.address, lambda: self._token)
         self._check_open()
@@ -131,11 +133,11 @@ class Feed:
         for news in peer.watch(channel_id, self._settings.stall_s / 4):
             self.heard_at = time.monotonic()
             self._show_lease(peer)
-            self.loading = news.loading
-            if news.chunks or news.loading:
+            self._note_reading(news)
+            if news.chunks:
                 self.advanced_at = self.heard_at
             if news.weights_id is not None and news.weights_id != known:
-                step = min(self.heard_at + self._settings.stall_s, self._deadline)
+                step = min(self.heard_at + self._settings.stall_s, self._deadline.at)
                 manifest = peer.manifest(self._image.layout, step)
                 self._listener.on_manifest(self, manifest)
                 known = manifest.weights_id
@@ -144,6 +146,13 @@ class Feed:
             if news.chunks:
                 self._listener.on_offer(self, news.chunks)
         raise SourceGone(f"{self.address}: the source closed the channel")
+
+    def _note_reading(self, news: Progress) -> None:
+        if news.reading is not None:
+            self.read_at, self.relayed = self.heard_at - news.reading.idle_s, news.reading.relayed
+        elif self.read_at is not None:
+            # Who waited for storage has to look for something else now, and gets the time for it.
+            self.read_at, self.advanced_at = None, self.heard_at
 
     def _drafted(self, news: Progress) -> tuple[str, dict[int, bytes]]:
         """The draft and the digests in what the source said."""
@@ -160,18 +169,25 @@ class Feed:
         if self._token != self._shown and self.heard_at >= self._show_at:
             self._shown = self._token
             self._show_at = self.heard_at + self._show_every_s
-            peer.renew(min(self.heard_at + self._settings.stall_s, self._deadline))
+            peer.renew(min(self.heard_at + self._settings.stall_s, self._deadline.at))
 
     def check(self, now: float, *, starved: bool) -> SourceStalled | None:
         """Why this source counts as stalled at `now`, if it does.
 
         Silence (not even a keep-alive) is judged after `stall_s`; a relay that lives but offers
-        nothing new after three times that, since it may be waiting for a source of its own. As long as
-        that one reads from storage, and the relay says so, only the fork's deadline ends the wait.
+        nothing new after three times that, since it may be waiting for a source of its own. While
+        storage is read, by it or by whom it waits for, what counts is when that last gave something:
+        `storage_stall_s` later it stands still. A relay then has `stall_s` more, to find another source.
         """
         silent = now - max(self.heard_at, self.advanced_at)
         if silent > self._settings.stall_s:
             return SourceStalled(f"{self.address}: silent for {silent:.1f} s")
+        if self.read_at is not None:
+            still = now - max(self.advanced_at, self.read_at)
+            patience = self._settings.storage_stall_s + (self._settings.stall_s if self.relayed else 0.0)
+            if starved and still > patience:
+                return SourceStalled(f"{self.address}: its storage gave nothing for {still:.1f} s")
+            return None
         idle = now - self.advanced_at
         if starved and idle > 3 * self._settings.stall_s:
             return SourceStalled(f"{self.address}: offered no new chunk for {idle:.1f} s")

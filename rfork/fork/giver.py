@@ -24,10 +24,15 @@ class Giver(Protocol):
     host: str
     address: str
     transport: str
-    loading: bool
-    """Whether it, or whom it waits for, reads from storage now."""
+    relayed: bool
+    """Whether `read_at` is of somebody that it waits for, and not its own."""
     advanced_at: float
     """When it last gave something new, on `time.monotonic()`'s clock."""
+
+    @property
+    def read_at(self) -> float | None:
+        """When the storage that it reads, or waits for, last gave something; None: there is none."""
+        ...
 
     def start(self) -> None:
         """Begin on its own thread."""
@@ -67,12 +72,17 @@ class Listener(Protocol):
         """
         ...
 
-    def sample(self) -> Mapping[int, bytes]:
-        """Digests of one or two chunks that this fork holds or is offered; none if there are none."""
+    def held(self) -> Mapping[int, bytes]:
+        """Digests of the chunks that files have to hold too, before others are read from them."""
         ...
 
-    def on_files(self, feed: Giver, origin: str, *, agrees: bool) -> None:
-        """The manifest of this instance's files is not known; whether the sample was the same in them."""
+    def on_files(
+        self, feed: Giver, origin: str, compared: Mapping[int, bytes], *, agrees: bool
+    ) -> Mapping[int, bytes]:
+        """The manifest of this instance's files is not known; whether they hold all of `compared`.
+
+        Returns what has to be compared besides; nothing: go on.
+        """
         ...
 
     def on_offer(self, feed: Giver, chunks: tuple[Range, ...]) -> None:

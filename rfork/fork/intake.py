@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 
 from rfork.errors import RforkError, SourceChanged, SourceGone
+from rfork.fork.deadline import Deadline
 from rfork.fork.digests import Digests
 from rfork.fork.giver import Giver
 from rfork.fork.schedule import Schedule
@@ -30,7 +31,7 @@ class Intake:
         schedule: Schedule,
         digests: Digests,
         opening: Open,
-        deadline: float,
+        deadline: Deadline,
     ) -> None:
         """`changed` is the puller's lock and its bell; `deadline` the fork's own."""
         self.sources = Sources(schedule, digests, opening, self)
@@ -56,6 +57,7 @@ class Intake:
                     f"{feed.address}: holds weights {manifest.weights_id}, this fork is of {expected}"
                 )
             self._digests.learn(manifest)
+            self._changed.notify_all()
 
     def on_draft(self, feed: Giver, draft: str, digests: Mapping[int, bytes]) -> None:
         """See `rfork.fork.giver.Listener`."""
@@ -76,16 +78,20 @@ class Intake:
         with self._changed:
             self.fail(feed, error)
 
-    def sample(self) -> Mapping[int, bytes]:
+    def held(self) -> Mapping[int, bytes]:
         """See `rfork.fork.giver.Listener`."""
         with self._changed:
-            return self._digests.sample()
+            return self._digests.held()
 
-    def on_files(self, feed: Giver, origin: str, *, agrees: bool) -> None:
+    def on_files(
+        self, feed: Giver, origin: str, compared: Mapping[int, bytes], *, agrees: bool
+    ) -> Mapping[int, bytes]:
         """See `rfork.fork.giver.Listener`."""
         with self._changed:
             self._check_current(feed)
-            self._digests.read_files(feed.source_id, origin, agrees=agrees)
+            left = self._digests.read_files(feed.source_id, origin, compared, agrees=agrees)
+            self._changed.notify_all()
+            return left
 
     def _check_current(self, feed: Giver) -> None:
         if self.sources.find(feed.source_id) is not feed:
@@ -93,6 +99,6 @@ class Intake:
 
     def fail(self, feed: Giver, error: RforkError) -> None:
         """Give up on a source; the caller holds the lock. Past the deadline nobody but time is at fault."""
-        if not self.stopping and time.monotonic() < self._deadline:
+        if not self.stopping and time.monotonic() < self._deadline.at:
             self.sources.fail(feed, error)
         self._changed.notify_all()

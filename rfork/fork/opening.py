@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rfork.fork.cold import Offers
+from rfork.fork.deadline import Deadline
 from rfork.fork.feed import Feed
 from rfork.fork.giver import Listener
 from rfork.fork.storage_feed import StorageFeed
@@ -26,7 +27,7 @@ class Opening:
     settings: Settings
     offers: Offers
     instance_id: str
-    deadline: float
+    deadline: Deadline
 
     def peer(self, route: Route, listener: Listener) -> Feed:
         """The feed of one route."""
@@ -39,7 +40,7 @@ class Opening:
             self.offers.find,
             self.image,
             listener,
-            self.deadline,
+            self.settings.storage_stall_s,
             instance_id=self.instance_id,
             host=self.settings.host,
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from rfork.errors import (
     DeadlinePassed,
@@ -19,20 +18,21 @@ from rfork.errors import (
     PlannerUnreachable,
     RforkError,
 )
+from rfork.fork.deadline import Deadline
 from rfork.fork.digests import Digests, Giving
 from rfork.fork.intake import Intake
-from rfork.fork.report import SourceShare
+from rfork.fork.report import Pulled, SourceShare
 from rfork.fork.schedule import Schedule
 from rfork.fork.sources import Open
+from rfork.fork.whole import LoadWhole, Whole
 from rfork.fork.workers import Workers
 from rfork.image.board import ChunkBoard
-from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.image.ranges import Range
 from rfork.logs import logger
 from rfork.settings import Settings
 from rfork.storage.base import name_of
-from rfork.wire import Lease, Plan, Share, SourceFault, StorageRead
+from rfork.wire import Lease, Plan, Share, SourceFault
 
 log = logger(__name__)
 
@@ -45,18 +45,6 @@ UNCOVERED_S = 0.8
 
 Replan = Callable[[tuple[SourceFault, ...], tuple[Share, ...]], Plan]
 """Asks the planner, given the faults since the last plan, and what is read by that plan now."""
-LoadWhole = Callable[[StorageRead], Manifest]
-"""Fills the image by a loader that this instance offered; raises RforkError kinds where that failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pulled:
-    """What a pull did; sizes in bytes."""
-
-    bytes_read: int
-    bytes_repeated: int
-    replans: int
-    sources: tuple[SourceShare, ...]
 
 
 class Puller:
@@ -65,7 +53,9 @@ class Puller:
     `opening` makes the (not yet started) feeds of a plan; `replan` asks the planner for a (new) one;
     `load_whole` is called on the caller's thread where the planner elected this instance to run its
     loader; `giving` is told the manifest before the first chunk that was checked against it is given.
-    `identity` is this instance's id and host.
+    `identity` is this instance's id and host. Without a manifest, a fork that did not read all its
+    chunks from files of its own waits at the end for whoever did: only that one can tell that they
+    belong together.
     """
 
     def __init__(
@@ -79,13 +69,11 @@ class Puller:
         replan: Replan,
         load_whole: LoadWhole,
         giving: Giving,
-        deadline: float,
+        deadline: Deadline,
     ) -> None:
         self._board = board
         self._settings = settings
-        self._identity = identity
         self._replan = replan
-        self._load_whole = load_whole
         self._giving = giving
         self._deadline = deadline
         self._chunks = image.layout.chunks
@@ -97,7 +85,10 @@ class Puller:
         self._workers = Workers(
             image, board, settings, self._schedule, self._digests, self._intake, self._changed, deadline
         )
-        self._loaded_bytes = 0
+        self._whole = Whole(
+            board, self._schedule, self._digests, self._sources, giving, load_whole, self._changed, identity
+        )
+        self._complete_since: float | None = None
         self._plans = 0
         self._ask_again: str | None = None
 
@@ -123,7 +114,12 @@ class Puller:
             self._workers.join()
             for feed in feeds:
                 feed.join()
-            self._giving.say_loading(False)
+            self._giving.say_reading(None)
+        return self.pulled
+
+    @property
+    def pulled(self) -> Pulled:
+        """What was done so far, also by a pull that failed."""
         repeated = sum(
             times * (self._chunks[chunk][1] - self._chunks[chunk][0])
             for chunk, times in self._schedule.repeated.items()
@@ -145,7 +141,7 @@ class Puller:
     @property
     def bytes_read(self) -> int:
         """Bytes of the chunks that arrived so far, right or wrong."""
-        return self._workers.bytes_read + self._loaded_bytes
+        return self._workers.bytes_read + self._whole.bytes_read
 
     def renew(self, leases: Mapping[str, Lease]) -> None:
         """Newer lease tokens, by source."""
@@ -168,29 +164,24 @@ class Puller:
             for feed in self._sources.take_retired():
                 feed.close()
             with self._changed:
-                if self._schedule.complete:
-                    if len(self._chunks):
-                        self._digests.seal()
+                if self._schedule.complete and self._digests.seal():
                     return
                 now = time.monotonic()
-                if now >= self._deadline:
-                    raise DeadlinePassed(
-                        f"the deadline passed with {len(self._board)} of {len(self._chunks)} chunks verified"
-                    )
-                self._sources.fail_stalled(now)
+                self._look(now)
                 if self._sources.any_retired:
                     continue
-                self._giving.say_loading(self._sources.loading)
                 due = self._schedule.unassigned or self._ask_again is not None
-                if not due or now < retry_at:
-                    until = retry_at if due else now + TICK_S
-                    self._changed.wait(max(0.01, min(until, now + TICK_S, self._deadline) - now))
+                if self._schedule.complete or not due or now < retry_at:
+                    until = now + TICK_S if self._schedule.complete or not due else retry_at
+                    self._changed.wait(max(0.01, min(until, now + TICK_S, self._deadline.at) - now))
                     continue
             plan, refusal = self._ask()
             now = time.monotonic()
             whole = next((read for read in plan.storage if read.kind == "loader"), None) if plan else None
             if whole is not None and not self._schedule.complete:
-                self._load(whole)
+                self._plans += 1
+                self._ask_again = None
+                self._whole.load(whole)
                 lonely_since, retry_at = None, time.monotonic() + FIRST_RETRY_S
                 continue
             with self._changed:
@@ -209,6 +200,27 @@ class Puller:
                 if not worth_it or now - lonely_since >= self._settings.patience_s:
                     raise refusal
                 retry_at = now + (again_s or FIRST_RETRY_S)
+
+    def _look(self, now: float) -> None:
+        """What time brings; the caller holds the lock. Raises DeadlinePassed."""
+        gave_at = self._sources.gave_at
+        if gave_at is not None:
+            self._deadline.put_off(gave_at + self._settings.storage_stall_s)
+        if now >= self._deadline.at:
+            raise DeadlinePassed(
+                f"the deadline passed with {len(self._board)} of {len(self._chunks)} chunks verified"
+            )
+        self._sources.fail_stalled(now)
+        at, relayed = self._sources.reading or (None, False)
+        self._giving.say_reading((lambda: at) if at is not None else None, relayed=relayed)
+        if not self._schedule.complete:
+            self._complete_since = None
+            return
+        # All chunks are held, but not yet known to be of one image: whoever reads storage will say so.
+        self._complete_since = self._complete_since or now
+        if not self._sources.any_left or now - self._complete_since > 3 * self._settings.stall_s:
+            self._complete_since = None
+            self._digests.doubt()
 
     def _ask(self) -> tuple[Plan | None, RforkError]:
         """One call to the planner: its plan, if any, and the error to end with if there is no route."""
@@ -235,36 +247,6 @@ class Puller:
             reason=plan.reason,
         )
         self._changed.notify_all()
-
-    def _load(self, read: StorageRead) -> None:
-        """Run the loader that the planner elected this instance for; it writes every byte itself."""
-        name, size = name_of(read.kind, read.uri), self._chunks.image_bytes
-        instance_id, host = self._identity
-        log.info("loading for all that wait", storage=name)
-        with self._changed:
-            self._plans += 1
-            self._ask_again = None
-            self._sources.retire_all()
-        for feed in self._sources.take_retired():
-            feed.close()
-        with self._changed:
-            while self._schedule.in_flight:
-                self._changed.wait(TICK_S)
-            self._digests.drop_all("a loader writes them anew")
-            self._giving.say_loading(True)
-        try:
-            manifest = self._load_whole(read)
-        except RforkError as error:
-            with self._changed:
-                self._sources.fail_storage(name, instance_id, error)
-            return
-        with self._changed:
-            self._digests.learn(manifest)
-            for chunk, digest in enumerate(manifest.digests):
-                self._board.mark(chunk, digest)
-            self._schedule.fill()
-            self._loaded_bytes += size
-            self._sources.credit(name, host, read.kind, len(self._chunks), size)
 
 
 def ranges_text(parts: tuple[Range, ...]) -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from rfork.wire import source_kind
+from rfork import fields
+from rfork.storage.base import name_of
+from rfork.wire import ForkFinish, source_kind
 
 if TYPE_CHECKING:
+    from rfork.fork.fallback import Fallback
+    from rfork.image.layout import Layout
     from rfork.seed.seed import Seed
 
 Outcome = Literal["forked", "fallback"]
@@ -28,6 +32,16 @@ class SourceShare:
 
 
 @dataclass(frozen=True, slots=True)
+class Pulled:
+    """What a pull did; sizes in bytes."""
+
+    bytes_read: int
+    bytes_repeated: int
+    replans: int
+    sources: tuple[SourceShare, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ForkReport:
     """How one rank got its weights. Sizes in bytes, times in seconds.
 
@@ -35,10 +49,11 @@ class ForkReport:
     this instance, from its own storage), ``fallback`` where this instance loaded them by itself after all.
     `seconds` is the whole call; `phases` its parts (capture, offer, plan, transfer, fallback, digest).
     `bytes_read` counts the chunks that arrived, right or wrong, `bytes_repeated` those that had to be
-    asked for again; `storage_bytes` is what this instance read from storage, for itself and for those
-    that waited behind it. `efficiency` is the transfer's rate over the best rate that it had for about
-    a second, None where it was too short to tell. `reasons` has one line for each failure on the way.
-    `seed` is this process's giving side, still open: close it, or leave it to the end of the process.
+    asked for again; `storage_bytes` is what this instance read from storage, for those that waited
+    behind it or as its fallback (which counts as the whole image, besides what was read before).
+    `efficiency` is the transfer's rate over the best rate that it had for about a second, None where it
+    was too short to tell. `reasons` has one line for each failure on the way. `seed` is this process's
+    giving side, still open: close it, or leave it to the end of the process.
     """
 
     fork_id: str
@@ -69,7 +84,7 @@ class ForkReport:
 
     @property
     def storage_bytes(self) -> int:
-        """Verified bytes that came from this instance's own storage by the planner's election."""
+        """Bytes that this instance read from its own storage, as elected or as its fallback."""
         return sum(share.verified_bytes for share in self.sources if source_kind(share.source_id) != "peer")
 
     def to_dict(self) -> dict[str, object]:
@@ -104,6 +119,40 @@ class ForkReport:
 def short(source_id: str) -> str:
     """A source as logs name it: the first 8 characters of an instance, storage by its whole name."""
     return source_id[:8] if source_kind(source_id) == "peer" else source_id
+
+
+def with_read(
+    shares: Sequence[SourceShare], way: Fallback, layout: Layout, host: str
+) -> tuple[SourceShare, ...]:
+    """What each source gave, and the whole image that this instance then read by `way`, most first."""
+    name, by_name = name_of(way.kind, way.uri), {share.source_id: share for share in shares}
+    before = by_name.get(name) or SourceShare(name, host, way.kind, 0, 0)
+    by_name[name] = replace(
+        before,
+        verified_chunks=before.verified_chunks + len(layout.chunks),
+        verified_bytes=before.verified_bytes + layout.image_bytes,
+    )
+    return tuple(sorted(by_name.values(), key=lambda share: -share.verified_bytes))
+
+
+def finish_of(
+    outcome: fields.Outcome,
+    seconds: float,
+    pulled: Pulled,
+    reasons: Sequence[BaseException],
+    report: ForkReport | None,
+) -> ForkFinish:
+    """What the planner is told at the end; without a report what was pulled before it failed."""
+    sources = report.sources if report is not None else pulled.sources
+    return ForkFinish(
+        outcome=outcome,
+        seconds=seconds,
+        bytes_read=pulled.bytes_read,
+        sources={share.source_id: share.verified_bytes for share in sources},
+        fallback=report.fallback if report is not None else None,
+        efficiency=report.efficiency if report is not None else None,
+        reasons=tuple(f"{type(error).__name__}: {error}" for error in reasons),
+    )
 
 
 class Stopwatch:

@@ -23,13 +23,15 @@ from rfork.errors import (
     RforkError,
     UnsupportedTensor,
 )
+from rfork.fields import Outcome
+from rfork.fork.asking import Asking
 from rfork.fork.cold import Offers, Rebound
-from rfork.fork.explain import explain_mismatch
+from rfork.fork.deadline import Deadline
 from rfork.fork.fallback import Derived, Fallback, fall_back
 from rfork.fork.opening import Opening
 from rfork.fork.progress import Meter, OnProgress, Reporter
-from rfork.fork.puller import Pulled, Puller
-from rfork.fork.report import ForkReport, Outcome, Stopwatch
+from rfork.fork.puller import Puller
+from rfork.fork.report import ForkReport, Pulled, Stopwatch, finish_of, with_read
 from rfork.image.board import ChunkBoard
 from rfork.image.capture import capture
 from rfork.image.memory import Image
@@ -39,19 +41,17 @@ from rfork.peer.server import PeerServer, ServePeer
 from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
 from rfork.transport.base import Transport
-from rfork.wire import ForkFinish, ForkRequest, Plan, Share, SourceFault
 
 log = logger(__name__)
-
-NOTHING_PULLED = Pulled(0, 0, 0, ())
 
 
 class ForkSession:
     """Fills one module's tensors. Call `run` once.
 
-    `fallbacks`, best first, are what this instance could read by itself. The planner is offered them
-    (unless `settings.cold_start` is ``own``), and may elect it to read one of them for all that wait;
-    they are tried in order once nothing else works. Without a planner they are all there is.
+    `fallbacks`, best first, are what this instance could read by itself. A planner that knows of no
+    source is offered them (unless `settings.cold_start` is ``own``), and may elect it to read one of
+    them for all that wait; they are tried in order once nothing else works. Without a planner they are
+    all there is.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class ForkSession:
         self._fork_id = uuid4().hex
         self._watch = Stopwatch()
         self._meter = Meter()
-        self._deadline = time.monotonic() + settings.deadline_s
+        self._puller: Puller | None = None
+        self._deadline = Deadline(time.monotonic() + settings.deadline_s)
 
     def run(self) -> ForkReport:
         """Fill the module; returns what was done, with the seed that this process now is.
@@ -108,43 +109,50 @@ class ForkSession:
             planner=self._planner,
             serve_peer=self._serve_peer,
         ).start()
+        reasons: list[RforkError] = []
         try:
-            return self._fill(image, board, seed, derived)
+            return self._fill(image, board, seed, derived, reasons)
         except BaseException as error:
-            ended = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            reasons = error.reasons if isinstance(error, NothingLeft) else ()
+            ended: Outcome = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            known = error.reasons if isinstance(error, NothingLeft) else ()
             try:
-                self._finish(ended, None, reasons or (error,))
+                self._finish(ended, known or (*reasons, error))
             finally:
                 seed.close()
             raise
 
-    def _fill(self, image: Image, board: ChunkBoard, seed: Seed, derived: Derived | None) -> ForkReport:
-        reasons: list[RforkError] = []
-        pulled = NOTHING_PULLED
-        name: str | None = None
-        outcome: Outcome = "forked"
+    def _fill(
+        self,
+        image: Image,
+        board: ChunkBoard,
+        seed: Seed,
+        derived: Derived | None,
+        reasons: list[RforkError],
+    ) -> ForkReport:
+        way: Fallback | None = None
         try:
-            pulled = self._pull(image, board, seed, derived, reasons)
+            self._pull(image, board, seed, derived, reasons)
         except Rebound as loaded:
-            outcome, name = "fallback", loaded.name
+            way = loaded.way
         except (ForkFailed, NetworkError, DeadlinePassed) as error:
             reasons.append(error)
             # Whoever reads from this relay must not see what the fallback writes over it.
             seed.fence()
             with self._watch.phase("fallback"):
-                outcome, name = "fallback", fall_back(self._module, derived, self._fallbacks, reasons)
+                way = fall_back(self._module, derived, self._fallbacks, reasons)
         seed.storage = ()
-        if outcome == "forked":
+        gives = way is None or image.same_memory(capture(self._module, exclude=self._exclude))
+        if way is None:
             seed.serve()
-        elif image.same_memory(capture(self._module, exclude=self._exclude)):
+        elif gives:
             with self._watch.phase("digest"):
                 seed.reseal()
-        else:
+        report = self._report(image, board, seed, way, reasons)
+        self._finish(report.outcome, reasons, report)
+        if not gives:
+            # Last: those that wait here ask again at once, and the planner knows by now how it ended.
             seed.fence()
-            log.warning("not a seed: new tensors were put in the module's place", by=name)
-        report = self._report(image, board, seed, pulled, outcome, name, reasons)
-        self._finish(outcome, report, reasons)
+            log.warning("not a seed: new tensors were put in the module's place", by=report.fallback)
         log.info("fork done", report=report.line())
         return report
 
@@ -153,35 +161,38 @@ class ForkSession:
         image: Image,
         board: ChunkBoard,
         seed: Seed,
-        pulled: Pulled,
-        outcome: Outcome,
-        fallback: str | None,
+        way: Fallback | None,
         reasons: Sequence[RforkError],
     ) -> ForkReport:
-        manifest, layout = seed.manifest, image.layout
+        manifest, layout, pulled = seed.manifest, image.layout, self._pulled
         transfer_s = self._watch.phases.get("transfer", 0.0)
-        forked = outcome == "forked"
         return ForkReport(
             fork_id=self._fork_id,
             instance_id=self._identity.instance_id,
             model=self._identity.model,
-            outcome=outcome,
+            outcome="forked" if way is None else "fallback",
             layout_id=layout.layout_id,
             weights_id=manifest.weights_id if manifest is not None else "",
             image_bytes=layout.image_bytes,
             chunks=len(layout.chunks),
-            chunks_verified=len(board) if self._settings.verify or not forked else 0,
+            chunks_verified=len(board) if self._settings.verify or way is not None else 0,
             seconds=self._watch.seconds,
             phases={phase: round(seconds, 4) for phase, seconds in self._watch.phases.items()},
             bytes_read=pulled.bytes_read,
             bytes_repeated=pulled.bytes_repeated,
             replans=pulled.replans,
-            sources=pulled.sources,
-            efficiency=self._meter.efficiency(layout.image_bytes, transfer_s) if forked else None,
-            fallback=fallback,
+            sources=pulled.sources
+            if way is None
+            else with_read(pulled.sources, way, layout, self._settings.host),
+            efficiency=self._meter.efficiency(layout.image_bytes, transfer_s) if way is None else None,
+            fallback=way.name if way is not None else None,
             reasons=tuple(f"{error.kind}: {error}" for error in reasons),
             seed=seed,
         )
+
+    @property
+    def _pulled(self) -> Pulled:
+        return self._puller.pulled if self._puller is not None else Pulled(0, 0, 0, ())
 
     def _pull(
         self,
@@ -190,50 +201,30 @@ class ForkSession:
         seed: Seed,
         derived: Derived | None,
         reasons: list[RforkError],
-    ) -> Pulled:
-        planner = self._planner
+    ) -> None:
+        planner, chosen = self._planner, self._settings
         if planner is None:
             raise NoSource("no planner is set", hint="set RFORK_PLANNER or pass planner=")
-
-        compared: set[str] = set()
-
-        def ask(faults: tuple[SourceFault, ...], current: tuple[Share, ...]) -> Plan:
-            request = ForkRequest(
-                fork_id=self._fork_id, instance=seed.report(), faults=faults, current=current
-            )
-            with self._watch.phase("plan"):
-                plan = planner.ask(request)
-            other, reads = plan.other_layout, bool(plan.routes or plan.storage)
-            if other is not None and (not reads or other.source_id not in compared):
-                difference = explain_mismatch(other, image.layout, self._dial, self._settings.stall_s)
-                if not reads:
-                    raise difference
-                compared.add(other.source_id)
-                log.warning("read from storage, since no seed fits", detail=str(difference))
-            return plan
-
-        shared = derived is not None and self._settings.cold_start == "share"
+        shared = derived is not None and chosen.cold_start == "share"
         ways = self._fallbacks if shared else ()
-        with self._watch.phase("offer"):
-            opened = Offers(ways, self._module, image, derived, seed, self._exclude)
-        with opened as offers:
-            seed.storage = offers.told
+        patience_s = min(chosen.storage_stall_s, chosen.deadline_s)
+        with Offers(ways, self._module, image, derived, seed, patience_s, self._exclude) as offers:
             opening = Opening(
                 image,
                 {transport.name: transport for transport in self._transports},
                 self._dial,
-                self._settings,
+                chosen,
                 offers,
                 self._identity.instance_id,
                 self._deadline,
             )
-            puller = Puller(
+            puller = self._puller = Puller(
                 image,
                 board,
-                self._settings,
-                identity=(self._identity.instance_id, self._settings.host),
+                chosen,
+                identity=(self._identity.instance_id, chosen.host),
                 opening=opening,
-                replan=ask,
+                replan=Asking(self._fork_id, planner, seed, offers, self._dial, chosen, self._watch),
                 load_whole=offers.load_whole,
                 giving=seed,
                 deadline=self._deadline,
@@ -242,27 +233,17 @@ class ForkSession:
             self._meter = reporter.meter
             try:
                 with reporter.running(), self._watch.phase("transfer"):
-                    return puller.run()
+                    puller.run()
             finally:
                 reasons.extend(puller.reasons)
 
-    def _finish(self, outcome: str, report: ForkReport | None, reasons: Sequence[BaseException]) -> None:
+    def _finish(
+        self, outcome: Outcome, reasons: Sequence[BaseException], report: ForkReport | None = None
+    ) -> None:
         """Tell the planner how it ended, which also gives the leases back. Best effort: leases expire."""
         if self._planner is None:
             return
-        finish = ForkFinish.model_validate(
-            {
-                "outcome": outcome,
-                "seconds": self._watch.seconds,
-                "bytes_read": report.bytes_read if report is not None else 0,
-                "sources": {share.source_id: share.verified_bytes for share in report.sources}
-                if report
-                else {},
-                "fallback": report.fallback if report is not None else None,
-                "efficiency": report.efficiency if report is not None else None,
-                "reasons": [f"{type(error).__name__}: {error}" for error in reasons],
-            }
-        )
+        finish = finish_of(outcome, self._watch.seconds, self._pulled, reasons, report)
         try:
             self._planner.finish(self._fork_id, finish)
         except (PlannerUnreachable, PlannerRefused) as error:

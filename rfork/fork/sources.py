@@ -68,7 +68,7 @@ class Sources:
             name = name_of(read.kind, read.uri)
             if name not in self._feeds:
                 self._add(name, self._opening.storage(read, self._listener))
-            wanted[name] = read.chunks
+            wanted[name] = ranges.normalise((*wanted.get(name, ()), *read.chunks))
         self._schedule.adopt(wanted)
         for source_id in [name for name in self._feeds if not self._schedule.wanted_from(name)]:
             self._retire(source_id)
@@ -148,9 +148,26 @@ class Sources:
         return tuple(Share(source_id=name, chunks=part) for name, part in chunks.items())
 
     @property
-    def loading(self) -> bool:
-        """Whether a source that something is wanted of waits for storage."""
-        return any(feed.loading and self._schedule.wanted_from(name) for name, feed in self._feeds.items())
+    def reading(self) -> tuple[float, bool] | None:
+        """When storage that something is wanted of, be it own or a source's, last gave something.
+
+        And whether it is that of a source.
+        """
+        wanted = [feed for name, feed in self._feeds.items() if self._schedule.wanted_from(name)]
+        found = [(feed.read_at, isinstance(feed, Feed)) for feed in wanted if feed.read_at is not None]
+        return max(found, default=None)
+
+    @property
+    def gave_at(self) -> float | None:
+        """When own storage that something is wanted of last gave a block; None: none has."""
+        wanted = [feed for name, feed in self._feeds.items() if self._schedule.wanted_from(name)]
+        found = [feed.gave_at for feed in wanted if isinstance(feed, StorageFeed)]
+        return max((at for at in found if at is not None), default=None)
+
+    @property
+    def any_left(self) -> bool:
+        """Whether a source is left, if only to say what its image holds."""
+        return bool(self._feeds)
 
     def giving_besides(self, feed: Giver) -> bool:
         """Whether another source is left that something is wanted of."""

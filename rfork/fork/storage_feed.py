@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from rfork.errors import DeadlinePassed, RforkError, SourceGone, StorageError
+import torch
+
+from rfork.errors import RforkError, SourceGone, StorageError
+from rfork.fork.blocks import Blocks
 from rfork.fork.giver import Listener
-from rfork.image.chunks import MIB
 from rfork.image.digest import digest_bytes
 from rfork.image.memory import Image
 from rfork.storage.base import Storage, name_of
+from rfork.storage.files import Cursor
 from rfork.wire import StorageRead
 
-BLOCK_BYTES = 16 * MIB
-"""One read; between two the feed may be closed. Smaller ones reach less of a disk's speed."""
+SMALL = 64 << 10
+"""Bytes under which a plain copy is the quickest; a larger one leaves the interpreter to others."""
 
 
 class StorageFeed:
     """One storage of this instance, read by the puller's workers; see `rfork.fork.giver.Giver`.
 
-    `find` gives the storage that the plan names; raises StorageError where there is none. `deadline`
-    is the fork's own, a `time.monotonic()` value.
+    `find` gives the storage that the plan names; raises StorageError where there is none. No deadline
+    ends its reads: they end when they give nothing for `stall_s` seconds, or when the feed is closed.
     """
+
+    relayed = False
 
     def __init__(
         self,
@@ -35,7 +40,7 @@ class StorageFeed:
         find: Callable[[StorageRead], Storage],
         image: Image,
         listener: Listener,
-        deadline: float,
+        stall_s: float,
         *,
         instance_id: str,
         host: str,
@@ -44,37 +49,50 @@ class StorageFeed:
         self.instance_id = instance_id
         self.host = host
         self.transport: str = read.kind
-        self.loading = True
         self.advanced_at = time.monotonic()
         self._plan = read
         self._find = find
         self._image = image
         self._listener = listener
-        self._deadline = deadline
+        self._stall_s = stall_s
+        self._storage: Storage | None = None
+        self._blocks = Blocks(self.address)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rfork-feed-storage", daemon=True)
+
+    @property
+    def read_at(self) -> float | None:
+        """See `Giver.read_at`."""
+        return self._blocks.advanced_at
+
+    @property
+    def gave_at(self) -> float | None:
+        """When the last block came; None: none has."""
+        return self._blocks.gave_at
 
     def start(self) -> None:
         """Begin on the feed's own thread."""
         self._thread.start()
 
     def read(self, begin: int, end: int, deadline: float) -> None:
-        """Fill image range `[begin, end)`. A disk that is slow is no reason to stop before the fork's end."""
-        storage = self._find(self._plan)
-        for at in range(begin, end, BLOCK_BYTES):
-            self._check_open()
-            until = min(at + BLOCK_BYTES, end)
-            with self._image.writable(at, until) as views:
-                storage.read(at, until, views)
-            self.advanced_at = time.monotonic()
+        """Fill image range `[begin, end)`. A disk that is slow is no reason to stop at the deadline."""
+        if self._storage is None:
+            raise SourceGone(f"{self.address}: is not read yet")
+        for at, block in self._blocks.read(self._storage, begin, end):
+            with self._image.writable(at, at + block.nbytes) as views:
+                _copy(block, views)
 
     def check(self, now: float, *, starved: bool) -> RforkError | None:
-        """A read of a file ends or fails by itself: it is never given up."""
+        """A read that gives nothing for so long hangs: somebody else has to read."""
+        idle = self._blocks.idle_s(now)
+        if idle > self._stall_s:
+            return StorageError(f"{self.address}: gave nothing for {idle:.1f} s")
         return None
 
     def close(self) -> None:
-        """Reads under way end at their next block; the files stay open."""
+        """Reads under way end at once; what hangs is left behind. The files stay open."""
         self._closed.set()
+        self._blocks.close()
 
     def join(self) -> None:
         """Wait until the feed's thread has ended; after `close`."""
@@ -82,12 +100,11 @@ class StorageFeed:
 
     def _run(self) -> None:
         try:
-            storage = self._find(self._plan)
+            storage = self._storage = self._find(self._plan)
             if storage.manifest is not None:
                 self._listener.on_manifest(self, storage.manifest)
             elif storage.origin is not None:
-                agrees = all(self._holds(storage, *held) for held in self._listener.sample().items())
-                self._listener.on_files(self, storage.origin, agrees=agrees)
+                self._compare(storage, storage.origin)
             else:
                 raise StorageError(f"{self.address}: neither its manifest nor its origin is known")
             self._listener.on_offer(self, ((0, len(self._image.layout.chunks)),))
@@ -95,6 +112,20 @@ class StorageFeed:
             self._fail(error)
         except Exception as error:  # a bug must end the feed, not hang the fork
             self._fail(StorageError(f"{self.address}: {type(error).__name__}: {error}"))
+
+    def _compare(self, storage: Storage, origin: str) -> None:
+        """Find each chunk that this fork holds in the files, before anything of them is given on."""
+        compared: dict[int, bytes] = {}
+        left = self._listener.held()
+        while True:
+            differs = next(
+                (chunk for chunk, digest in left.items() if not self._holds(storage, chunk, digest)), None
+            )
+            compared |= left
+            # What came meanwhile, from a peer that still gives, is compared too.
+            left = self._listener.on_files(self, origin, compared, agrees=differs is None)
+            if not left:
+                return
 
     def _fail(self, error: RforkError) -> None:
         if not self._closed.is_set():
@@ -104,14 +135,16 @@ class StorageFeed:
         """Whether the files hold a chunk of this digest; reads it beside the image."""
         begin, end = self._image.layout.chunks[chunk]
         scratch = memoryview(bytearray(end - begin))
-        for at in range(begin, end, BLOCK_BYTES):
-            self._check_open()
-            until = min(at + BLOCK_BYTES, end)
-            storage.read(at, until, [scratch[at - begin : until - begin]])
+        for at, block in self._blocks.read(storage, begin, end):
+            scratch[at - begin : at - begin + block.nbytes] = block
         return digest_bytes([scratch]) == digest
 
-    def _check_open(self) -> None:
-        if self._closed.is_set():
-            raise SourceGone(f"{self.address}: is read no more")
-        if time.monotonic() >= self._deadline:
-            raise DeadlinePassed(f"{self.address}: the fork's deadline passed")
+
+def _copy(block: memoryview, views: Sequence[memoryview]) -> None:
+    cursor = Cursor([block])
+    for view in views:
+        for part in cursor.take(view.nbytes):
+            if view.nbytes < SMALL:
+                view[:] = part
+            else:
+                torch.frombuffer(view, dtype=torch.uint8).copy_(torch.frombuffer(part, dtype=torch.uint8))

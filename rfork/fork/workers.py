@@ -10,6 +10,7 @@ import threading
 import time
 
 from rfork.errors import RforkError, SourceCorrupt, SourceGone, StorageError, TargetError
+from rfork.fork.deadline import Deadline
 from rfork.fork.digests import Digests
 from rfork.fork.giver import Giver
 from rfork.fork.intake import Intake
@@ -36,7 +37,7 @@ class Workers:
         digests: Digests,
         intake: Intake,
         changed: threading.Condition,
-        deadline: float,
+        deadline: Deadline,
     ) -> None:
         self.bytes_read = 0
         """Bytes of the chunks that arrived so far, right or wrong."""
@@ -101,7 +102,7 @@ class Workers:
         begin, end = self._chunks[read.chunk]
         patience = self._settings.stall_s + (end - begin) / self._settings.min_rate
         began = time.monotonic()
-        feed.read(begin, end, min(began + patience, self._deadline))
+        feed.read(begin, end, min(began + patience, self._deadline.at))
         feed.advanced_at = time.monotonic()
         with self._changed:
             self.bytes_read += end - begin
@@ -121,6 +122,8 @@ class Workers:
                 error = caught
             else:
                 begin, end = self._chunks[read.chunk]
+                if isinstance(feed, StorageFeed):
+                    self._digests.confirm(read.chunk)
                 self._board.mark(read.chunk, right)
                 self._schedule.verified(read)
                 self._sources.credit(feed.source_id, feed.host, feed.transport, 1, end - begin)

@@ -16,13 +16,21 @@ from rfork.transport.base import Endpoint, TokenSource
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """Storage that the source, or (`relayed`) whom it waits for, reads: seconds since it gave something."""
+
+    idle_s: float
+    relayed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """What a source said: the chunks that became readable; none in a keep-alive.
 
     A source that knows its manifest says its `weights_id`. One that does not (someone it reads from
     still reads storage) says with each chunk its digest (16 bytes; in the order of `chunks`), and in
     `draft` what these belong to: chunks of two drafts are not to be mixed. The part of `draft` before
-    the ``-`` is the origin of the files. `loading`: it, or whom it waits for, reads from storage now.
+    the ``-`` is the origin of the files. `reading`: it, or whom it waits for, reads from storage now.
     """
 
     chunks: tuple[Range, ...]
@@ -30,7 +38,7 @@ class Progress:
     digests: tuple[bytes, ...] = ()
     draft: str | None = None
     weights_id: str | None = None
-    loading: bool = False
+    reading: Reading | None = None
 
 
 class Peer(Protocol):

@@ -20,7 +20,7 @@ from rfork.image import ranges
 from rfork.image.layout import Layout, TensorSpec
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Segment
-from rfork.peer.base import Progress
+from rfork.peer.base import Progress, Reading
 from rfork.peer.v1 import peer_pb2
 from rfork.transport.base import Endpoint
 
@@ -138,6 +138,7 @@ def endpoint_of(message: peer_pb2.OpenChannelResponse) -> Endpoint:
 
 def progress_message(progress: Progress, generation: int) -> peer_pb2.WatchProgressResponse:
     """One message of the progress stream."""
+    reading = progress.reading
     return peer_pb2.WatchProgressResponse(
         chunks=[peer_pb2.WatchProgressResponse.Range(begin=begin, end=end) for begin, end in progress.chunks],
         generation=generation,
@@ -145,7 +146,8 @@ def progress_message(progress: Progress, generation: int) -> peer_pb2.WatchProgr
         digests=b"".join(progress.digests),
         draft=progress.draft or "",
         weights_id=progress.weights_id or "",
-        loading=progress.loading,
+        storage_idle_ms=round(reading.idle_s * 1000) if reading is not None else None,
+        storage_relayed=reading is not None and reading.relayed,
     )
 
 
@@ -158,11 +160,16 @@ def progress_of(message: peer_pb2.WatchProgressResponse) -> Progress:
     digests = tuple(
         message.digests[at : at + DIGEST_BYTES] for at in range(0, len(message.digests), DIGEST_BYTES)
     )
+    reading = (
+        Reading(message.storage_idle_ms / 1000, message.storage_relayed)
+        if message.HasField("storage_idle_ms")
+        else None
+    )
     return Progress(
         chunks,
         message.draining,
         digests,
         message.draft or None,
         message.weights_id or None,
-        message.loading,
+        reading,
     )

@@ -8,15 +8,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from rfork.errors import LayoutMismatch
+from rfork.fields import InstanceState
 from rfork.image import ranges
 from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.logs import logger
-from rfork.peer.base import Progress
-from rfork.wire import InstanceState
+from rfork.peer.base import Progress, Reading
 
 log = logger(__name__)
+
+TELL_S = 1.0
+"""Readers hear at once of storage that advanced by so much since they were told, else with other news."""
 
 
 class Holding:
@@ -33,7 +36,9 @@ class Holding:
         self.generation = 0
         self._manifest = manifest
         self._state: InstanceState = "serving" if self.board.complete and manifest else "loading"
-        self._loading = False
+        self._read_at: Callable[[], float] | None = None
+        self._relayed = False
+        self._told_at = 0.0
         self._lock = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
 
@@ -65,16 +70,22 @@ class Holding:
         self._tell()
         self.poke()
 
-    def say_loading(self, loading: bool) -> None:
-        """Tell the readers whether this instance, or whom it waits for, reads from storage now."""
-        if loading != self._loading:
-            self._loading = loading
+    def say_reading(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
+        """Tell the readers that this instance, or (`relayed`) whom it waits for, reads from storage now.
+
+        `read_at` says when that last gave something, on `time.monotonic()`'s clock; None: nobody reads.
+        """
+        changed = (read_at is None, relayed) != (self._read_at is None, self._relayed)
+        self._read_at, self._relayed = read_at, relayed
+        at = read_at() if read_at is not None else self._told_at
+        if changed or at - self._told_at >= TELL_S:
+            self._told_at = at
             self._tell()
 
     def serve(self) -> None:
-        """The image is whole and the engine is ready: be a seed."""
-        self._state = "serving"
-        self._loading = False
+        """The image is whole and the engine is ready: be a seed; one that drains goes on draining."""
+        self._be("serving")
+        self._read_at = None
         self._tell()
         self.poke()
 
@@ -93,7 +104,7 @@ class Holding:
         """
         self.generation += 1
         self._manifest = None
-        self._state = "loading"
+        self._be("loading")
         self.board.clear()
         self._tell()
         self.poke()
@@ -103,11 +114,22 @@ class Holding:
         manifest = self._manifest
         if manifest is not None:
             chunks = ranges.subtract(self.board.verified, told)
-            return Progress(chunks, self.draining, weights_id=manifest.weights_id, loading=self._loading)
+            return Progress(chunks, self.draining, weights_id=manifest.weights_id, reading=self._reading())
         draft, digests = self.board.drafted
         chunks = ranges.subtract(ranges.from_indices(digests), told) if draft is not None else ()
         told_digests = tuple(digests[index] for index in ranges.indices(chunks))
-        return Progress(chunks, self.draining, told_digests, draft, loading=self._loading)
+        return Progress(chunks, self.draining, told_digests, draft, reading=self._reading())
+
+    def _reading(self) -> Reading | None:
+        read_at = self._read_at
+        if read_at is None:
+            return None
+        return Reading(max(0.0, time.monotonic() - read_at()), self._relayed)
+
+    def _be(self, state: InstanceState) -> None:
+        # Whoever drains is about to go, whatever becomes of its weights until then.
+        if self._state != "draining":
+            self._state = state
 
     def on_change(self, listener: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """Call `listener` after each change of board, manifest, state or readers, on any thread."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from rfork.fields import StorageKind
 from rfork.image.manifest import Manifest
-from rfork.wire import StorageKind, StorageOffer
+from rfork.wire import StorageOffer
 
 
 class Storage(Protocol):

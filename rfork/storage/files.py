@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -25,13 +26,33 @@ class DataFile:
         status = os.fstat(self._descriptor)
         self.size = status.st_size
         self._changed_at = status.st_mtime_ns
+        self._lock = threading.Lock()
+        self._reads = 0
+        self._closed = False
 
     def read(self, offset: int, into: Sequence[memoryview]) -> None:
         """Fill the views with the bytes from `offset` on.
 
-        Raises StorageError when they cannot be read, when the file ends before, or when somebody
-        wrote to it since it was opened.
+        Raises StorageError when they cannot be read, when the file ends before, when somebody wrote
+        to it since it was opened, or after `close`.
         """
+        with self._lock:
+            if self._closed:
+                raise StorageError(f"{self.path} is closed")
+            self._reads += 1
+        try:
+            self._fill(offset, into)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._reads -= 1
+            last = self._closed and not self._reads
+        if last:
+            os.close(self._descriptor)
+
+    def _fill(self, offset: int, into: Sequence[memoryview]) -> None:
         views = [view for view in into if view.nbytes]
         first = 0
         try:
@@ -58,8 +79,14 @@ class DataFile:
         return bytes(data)
 
     def close(self) -> None:
-        """Close it; reading is over."""
-        os.close(self._descriptor)
+        """Close it: at once, or with the end of the last read that is under way, which may hang."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            last = not self._reads
+        if last:
+            os.close(self._descriptor)
 
 
 class Cursor:

@@ -8,10 +8,8 @@ built. Runs on the target.
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,18 +20,15 @@ import torch
 from pydantic import JsonValue, TypeAdapter, ValidationError
 from torch import nn
 
-from rfork.errors import CheckpointError, StorageError
+from rfork.errors import CheckpointError
+from rfork.fields import StorageKind
 from rfork.image import ranges
 from rfork.image.memory import Image
 from rfork.image.safetensors_header import DTYPES, header_length
-from rfork.storage.checkpoint import INDEX, Checkpoint
+from rfork.storage.checkpoint import Checkpoint
 from rfork.storage.files import Cursor, DataFile
-from rfork.wire import StorageKind
+from rfork.storage.origin import Shard, origin_of
 
-ORIGIN_DOMAIN = b"rfork-origin-v1\n"
-SAMPLES = 64
-SAMPLE_BYTES = 4096
-SAMPLE_THREADS = 8
 _header_json: TypeAdapter[dict[str, dict[str, JsonValue]]] = TypeAdapter(dict[str, dict[str, JsonValue]])
 
 Computed = Sequence[tuple[int, torch.Tensor]]
@@ -57,10 +52,7 @@ class NotByteForByte(CheckpointError):
 class CheckpointChunks:
     """A checkpoint folder, any range of whose image can be read; see `rfork.storage.base.Storage`.
 
-    `origin` covers: the index file; of each shard its name, its size, its header, and samples of 4 KiB
-    spread evenly over its data, its first and last bytes among them (64 samples in all, and at least two
-    a shard); and all bytes that the module computed for itself. Files that agree in these may still
-    differ elsewhere: whoever goes on with chunks of another reader compares digests of some first.
+    `origin` is that of `rfork.storage.origin.origin_of`.
     """
 
     kind: StorageKind = "checkpoint"
@@ -80,14 +72,16 @@ class CheckpointChunks:
         Raises CheckpointError (it does not fit the module), NotByteForByte or StorageError.
         """
         with ExitStack() as opened:
-            shards: dict[Path, tuple[DataFile, bytes]] = {}
+            shards: dict[Path, _File] = {}
             for path in checkpoint.shards:
                 file = DataFile(path)
                 opened.callback(file.close)
-                shards[path] = file, _head(file)
+                shards[path] = _File.open(file)
             stored = list(_stored(checkpoint, shards, module, image))
             pieces = _with_computed(_laid_out(stored), image.layout.image_bytes, computed)
-            origin = _origin(checkpoint.folder, shards, pieces)
+            origin = origin_of(
+                checkpoint.folder, [shard.shard for shard in shards.values()], _computed(pieces)
+            )
             return cls(checkpoint.folder.resolve().as_uri(), origin, _merged(pieces), opened.pop_all())
 
     def read(self, begin: int, end: int, into: Sequence[memoryview]) -> None:
@@ -112,22 +106,43 @@ class CheckpointChunks:
         self._files.close()
 
 
-def _head(file: DataFile) -> bytes:
-    return file.part(0, min(file.size, header_length(file.part(0, min(file.size, 8)))))
+@dataclass(frozen=True, slots=True)
+class _File:
+    """One shard, and what its header says of each tensor in it."""
+
+    shard: Shard
+    entries: dict[str, dict[str, JsonValue]]
+
+    @classmethod
+    def open(cls, file: DataFile) -> Self:
+        head = file.part(0, min(file.size, header_length(file.part(0, min(file.size, 8)))))
+        try:
+            entries = _header_json.validate_json(head[8:])
+        except ValidationError as error:
+            told = error.errors()[0]["msg"]
+            raise CheckpointError(f"{file.path}: its header cannot be read: {told}") from None
+        tensors: list[ranges.Range] = []
+        for entry in entries.values():
+            match entry.get("data_offsets"):
+                case [int(begin), int(end)] if 0 <= begin <= end <= file.size - len(head):
+                    tensors.append((begin, end))
+        return cls(Shard(file.path.name, file, head, tuple(tensors)), entries)
+
+
+def _computed(pieces: Sequence[Piece]) -> Iterator[tuple[int, memoryview]]:
+    for piece in pieces:
+        if isinstance(piece.source, memoryview):
+            yield piece.begin, piece.source
 
 
 def _stored(
-    checkpoint: Checkpoint, shards: dict[Path, tuple[DataFile, bytes]], module: nn.Module, image: Image
+    checkpoint: Checkpoint, shards: dict[Path, _File], module: nn.Module, image: Image
 ) -> Iterator[Piece]:
     """Each stored tensor that the image carries, in the order in which a loader would write them."""
     state = module.state_dict(keep_vars=False)
     places = _Places(image)
     for path, names in checkpoint.shards.items():
-        file, head = shards[path]
-        try:
-            entries = _header_json.validate_json(head[8:])
-        except ValidationError as error:
-            raise CheckpointError(f"{path}: its header cannot be read: {error.errors()[0]['msg']}") from None
+        file, head, entries = shards[path].shard.file, shards[path].shard.head, shards[path].entries
         for name in names:
             tensor = state.get(name)
             if name not in entries or not isinstance(tensor, torch.Tensor):
@@ -214,38 +229,3 @@ def _merged(pieces: Sequence[Piece]) -> list[Piece]:
         else:
             merged.append(piece)
     return merged
-
-
-def _origin(folder: Path, shards: dict[Path, tuple[DataFile, bytes]], pieces: Sequence[Piece]) -> str:
-    state = hashlib.sha256(ORIGIN_DOMAIN)
-
-    def cover(part: bytes | memoryview) -> None:
-        state.update(len(part).to_bytes(8, "little"))
-        state.update(part)
-
-    try:
-        cover((folder / INDEX).read_bytes() if (folder / INDEX).is_file() else b"")
-    except OSError as error:
-        raise StorageError(f"{folder / INDEX}: {error.strerror or error}") from None
-    samples = max(2, SAMPLES // len(shards))
-    paths = sorted(shards, key=lambda path: path.name)
-    # Side by side: on a network's disk each of these small reads costs a round trip.
-    with ThreadPoolExecutor(SAMPLE_THREADS, thread_name_prefix="rfork-origin") as pool:
-        for part in pool.map(lambda path: _fingerprint(path.name, *shards[path], samples), paths):
-            cover(part)
-    for piece in pieces:
-        if isinstance(piece.source, memoryview):
-            cover(piece.begin.to_bytes(8, "little"))
-            cover(piece.source)
-    return state.hexdigest()[:32]
-
-
-def _fingerprint(name: str, file: DataFile, head: bytes, samples: int) -> bytes:
-    """A hash of a shard's name, size, header and so many samples of its data."""
-    state = hashlib.sha256(b"%s\n%d\n%d\n" % (name.encode(), file.size, len(head)))
-    state.update(head)
-    room = max(0, file.size - len(head) - SAMPLE_BYTES)
-    length = min(SAMPLE_BYTES, file.size - len(head))
-    for offset in sorted({room * step // (samples - 1) for step in range(samples)}):
-        state.update(file.part(len(head) + offset, length))
-    return state.digest()

@@ -8,6 +8,7 @@ anything is read. Runs on the target; `write_snapshot` wherever the weights are.
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, Self
@@ -15,12 +16,12 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rfork.errors import CheckpointError, StorageError
+from rfork.fields import HexId, StorageKind
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.image.safetensors_header import header, header_length, layout_of, weights_id_of
 from rfork.storage.files import MOST_BUFFERS, DataFile, path_of
-from rfork.wire import HexId, StorageKind
 
 MANIFEST_SUFFIX = ".manifest.json"
 LONGEST_MANIFEST = 64 << 20
@@ -122,6 +123,7 @@ def write_snapshot(
                 os.fsync(text.fileno())
             target.replace(path)
             beside.replace(manifest_path(path))
+            _settle(path.parent)
         finally:
             target.unlink(missing_ok=True)
             beside.unlink(missing_ok=True)
@@ -153,7 +155,17 @@ def _read_manifest(path: Path, layout: Layout) -> Manifest:
 
 
 def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Not by the process's number: on a shared folder two machines may write with one number.
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+
+
+def _settle(folder: Path) -> None:
+    """Have the folder's new names on the disk too."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write(descriptor: int, views: Sequence[memoryview]) -> None:

@@ -103,8 +103,8 @@ def test_both_kinds_of_clients_share_a_planner() -> None:
     """Each gets its own kind of seed; one list shows all."""
     with running(settings()) as url, PlannerClient(url) as planner:
         add(url, 7)
-        planner.report(whole("native", model=f"ascend:{KEY}"))
-        routes = planner.ask(ask("target", model=f"ascend:{KEY}")).routes
+        planner.report(whole("native", model=KEY))
+        routes = planner.ask(ask("target", model=KEY)).routes
         _, held, _ = get(url)
         listed = {view.report.instance_id for view in planner.instances()}
         assert (["native"], "10.0.0.7", True) == (

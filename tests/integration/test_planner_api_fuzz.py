@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import StartRfork
 
-EXAMPLES = 5
-"""Requests of each kind for each route."""
 SEED = "20260101"
 CHECKS = (
     "not_a_server_error",
@@ -33,7 +33,16 @@ ENDLESS = "/v1/events"
 """A stream without an end: no answer to wait for. tests/unit/planner/test_events.py reads it."""
 
 
-def test_the_planner_answers_as_its_document_says(rfork_process: StartRfork, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("phases", "examples"),
+    [
+        ("examples,fuzzing,stateful", 3),
+        pytest.param("examples,coverage,fuzzing,stateful", 25, marks=pytest.mark.slow),
+    ],
+)
+def test_the_planner_answers_as_its_document_says(
+    rfork_process: StartRfork, tmp_path: Path, phases: str, examples: int
+) -> None:
     """Good and bad requests to each route, alone and in sequence: no 5xx, no answer that it does not tell."""
     environment = {"RFORK_PLANNER_TOKEN": "operator-token", "RFORK_PLANNER_BATCH_S": "0.002"}
     planner = rfork_process(
@@ -43,7 +52,7 @@ def test_the_planner_answers_as_its_document_says(rfork_process: StartRfork, tmp
     command = [
         sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--no-color",
         "--header", "Authorization: Bearer operator-token", "--exclude-path", ENDLESS,
-        "--checks", ",".join(CHECKS), "--max-examples", str(EXAMPLES), "--seed", SEED,
+        "--checks", ",".join(CHECKS), "--max-examples", str(examples), "--phases", phases, "--seed", SEED,
         "--generation-database", "none", "--request-timeout", "10", "--warnings", "off",
     ]  # fmt: skip
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)

@@ -138,13 +138,17 @@ def test_each_role_may_what_it_is_for(start: StartPlanner, tokens: Path) -> None
     assert ["unauthorized", "forbidden", "ok", "ok", "ok"] == [
         answer(url, token) for token in ("wrong", "look", "work-1", "rule", "all")
     ]
+    drains: dict[str, list[int]] = {}
     with PlannerClient(url, token="work-1") as planner:
         planner.report(whole("t"))  # so that the other is not the last seed, which nobody may drain just so
-    drains = []
-    for token in ("look", "work-1", "rule", "all"):
-        shown = {"Authorization": f"Bearer {token}"}
-        drains.append(httpx.post(f"{url}/v1/instances/s/drain", headers=shown, trust_env=False).status_code)
-    assert [403, 403, 200, 200] == drains
+    for query in ("", "?force=true"):
+        for token in ("look", "work-1", "rule", "all"):
+            drain = httpx.post(
+                f"{url}/v1/instances/s/drain{query}", headers={"Authorization": f"Bearer {token}"},
+                trust_env=False,
+            )  # fmt: skip
+            drains.setdefault(query, []).append(drain.status_code)
+    assert {"": [403, 200, 200, 200], "?force=true": [403, 403, 200, 200]} == drains
 
 
 def test_tokens_rotate_while_the_planner_runs(start: StartPlanner, tokens: Path) -> None:

@@ -222,7 +222,7 @@ def test_an_instance_is_drained_and_waited_for(rfork_process: StartRfork) -> Non
             planner.report(whole(name))
         source = planner.ask(ask("a")).routes[0].source_id
         draining = rfork_process(
-            "drain", source, "--planner", url, "--wait", "60", "--json", until="1 forks? reads? from it"
+            "drain", source, "--planner", url, "--wait", "60", "--json", until="forks that read from it: 1"
         )
         planner.finish("fork-a", ForkFinish(outcome="forked", seconds=1, bytes_read=12 << 20))
         code = draining.wait()
@@ -235,12 +235,12 @@ def test_an_instance_is_drained_and_waited_for(rfork_process: StartRfork) -> Non
 
 def test_draining_says_why_it_cannot(rfork_process: StartRfork) -> None:
     """The last seed: exit code 5, unless forced; readers that stay: exit code 4; not known: may end."""
-    with running(settings()) as url, PlannerClient(url) as planner:
+    with running(settings(heartbeat_s=0.5)) as url, PlannerClient(url) as planner:
         planner.report(whole("s"))
         planner.ask(ask("a"))
         runs = [
-            rfork_process("drain", name, "--planner", url, "--wait", "0", *more)
-            for name, more in (("s", ()), ("s", ("--force",)), ("nobody", ()))
+            rfork_process("drain", name, "--planner", url, "--wait", *more)
+            for name, more in (("s", ("0",)), ("s", ("0", "--force")), ("nobody", ("60",)))
         ]
         assert [5, 4, 0] == [run.wait() for run in runs]
         assert ["the last that holds these weights", "--force"] == [

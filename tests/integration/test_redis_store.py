@@ -13,6 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from planner.leases import Clock
+from planner.store import keyspace
 from planner.store.base import Change, Conflict, StoreUnavailable
 from planner.store.redis import RedisStore
 from tests.processes import RedisServer
@@ -153,7 +154,7 @@ async def test_a_heartbeat_of_an_instance_that_is_gone_brings_it_whole(
     await one.start()
     await one.commit(Change(instances=(instance("a"),), forks=(fork("f"),)))
     await other.start()
-    await tell(redis_server, "DEL", "{rfork}:1:instances", "{rfork}:1:forks")
+    await tell(redis_server, "DEL", "{rfork}:2:instances", "{rfork}:2:forks")
     heard = replace(instance("a"), seen_at=9.0)
     await other.commit(Change(instances=(heard,), forks=(fork("f", seen_at=9.0),)))
     third = make()
@@ -176,7 +177,7 @@ async def test_a_replica_that_starts_later_knows_everything(make: MakeStore) -> 
     later = make(keep_forks=2)
     await later.start()
     record = later.state.instance("a")
-    assert (["live", "planned", "y", "z"], 1, seen_at) == (
+    assert (["live", "planned", "y", "z"], one.version(GROUP), seen_at) == (
         sorted(forks_of(later)), later.version(GROUP), record.seen_at if record else None,
     )  # fmt: skip
     assert pytest.approx(one.now() - seen_at, abs=2) == later.now() - seen_at
@@ -277,12 +278,58 @@ async def test_a_replica_that_fell_too_far_behind_reads_everything_anew(
     await one.start()
     await one.commit(Change(instances=(instance("a"),)))
     await other.start()
-    await tell(redis_server, "HINCRBY", "{rfork}:1:meta", "number", 5)
+    await tell(redis_server, "HINCRBY", "{rfork}:2:meta", "number", 5)
     await asyncio.gather(
         one.commit(Change(instances=(instance("b"),))), other.commit(Change(instances=(instance("c"),)))
     )
     await until(lambda: instances_of(one) == instances_of(other))
     assert ["a", "b", "c"] == instances_of(one)
+
+
+async def test_the_stream_is_bounded_in_bytes(
+    make: MakeStore, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However large reports are; whoever it does not go back far enough for loads everything."""
+    monkeypatch.setattr(keyspace, "KEEP_BYTES", 20_000)
+    one, other = make(), make()
+    await one.start()
+    await other.start()
+    largest, bytes_kept = 0, 0
+    async with Redis.from_url(redis_server.url, protocol=2) as admin:
+        for number in range(60):
+            readers = tuple(f"{number}-{which:0100}" for which in range(number))
+            await one.commit(Change(instances=(instance("a", readers=readers),)))
+            entries = await admin.execute_command("XRANGE", "{rfork}:2:changes", "-", "+")
+            kept = [len(fields[b"body"]) for _, fields in entries]
+            largest, bytes_kept = max(largest, *kept), max(bytes_kept, sum(kept))
+    await until(lambda: other.state.instance("a") == one.state.instance("a"))
+    assert (True, True) == (10_000 < bytes_kept, bytes_kept <= 20_000 + largest)
+
+
+async def test_versions_of_empty_groups_are_forgotten(make: MakeStore, redis_server: RedisServer) -> None:
+    """Models come and go; a plan from before its group was forgotten is refused, by every replica."""
+    one, other = make(), make()
+    await one.start()
+    await other.start()
+    stale = one.version(GROUP)
+    seen: list[int] = []
+    async with Redis.from_url(redis_server.url, protocol=2) as admin:
+        for _ in range(3):
+            seen.append(one.version(GROUP))
+            change = Change((instance("a"),), (fork("f", instance_id="a"),), group=GROUP, version=seen[-1])
+            await one.commit(change)
+            seen.append(one.version(GROUP))
+            await one.commit(Change(forks=(fork("f", instance_id="a", ended=True),), gone=("a",)))
+        kept = await admin.hlen("{rfork}:2:versions")
+    third = make()
+    await third.start()
+    await until(lambda: other.version(GROUP) == one.version(GROUP))
+    refused = []
+    for store in (one, other, third):
+        with pytest.raises(Conflict):
+            await store.commit(Change(forks=(fork("g"),), group=GROUP, version=stale))
+        refused.append(store.version(GROUP))
+    assert (0, seen, [one.version(GROUP)] * 3) == (kept, sorted(set(seen)), refused)
 
 
 async def test_a_redis_that_takes_no_writes_is_not_ready(make: MakeStore, redis_server: RedisServer) -> None:

@@ -17,12 +17,13 @@ ROOT = Path(__file__).parents[2]
 GENERATED = ROOT / "rfork" / "peer" / "v1"
 
 # Which rooms of `rfork` each room may import from. Every arrow points down this list.
-FOUNDATION = {"errors", "settings", "wire", "logs"}
+FOUNDATION = {"errors", "settings", "fields", "wire", "logs"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "wire": set(),
+    "fields": set(),
+    "wire": {"fields"},
     "logs": set(),
-    "settings": {"errors"},
+    "settings": {"errors", "fields"},
     "image": FOUNDATION,
     "transport": FOUNDATION | {"image"},
     "storage": FOUNDATION | {"image", "transport"},
@@ -37,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 PLANNER_MAY_IMPORT = {
     "rfork.control.lease",
     "rfork.errors",
+    "rfork.fields",
     "rfork.image.ranges",
     "rfork.logs",
     "rfork.settings",

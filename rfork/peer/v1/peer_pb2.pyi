@@ -270,7 +270,8 @@ class WatchProgressResponse(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     DRAFT_FIELD_NUMBER: _builtins.int
     WEIGHTS_ID_FIELD_NUMBER: _builtins.int
-    LOADING_FIELD_NUMBER: _builtins.int
+    STORAGE_IDLE_MS_FIELD_NUMBER: _builtins.int
+    STORAGE_RELAYED_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     draining: _builtins.bool
     """The source takes no new readers and will go away once its channels close."""
@@ -284,8 +285,13 @@ class WatchProgressResponse(_message.Message):
     """
     weights_id: _builtins.str
     """The id of the source's weights, once it knows its manifest."""
-    loading: _builtins.bool
-    """The source, or who it waits for, is reading from storage: chunks may be long in coming."""
+    storage_idle_ms: _builtins.int
+    """Set while the source, or who it waits for, reads from storage, so that chunks may be long in coming:
+    the milliseconds since that storage last gave something. A relay counts on from what it was told,
+    so the number grows by itself wherever nothing advances, also where relays wait in a circle.
+    """
+    storage_relayed: _builtins.bool
+    """Not the source itself reads that storage, but who it waits for."""
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchProgressResponse.Range]:
         """Chunks that became readable since the last message (all of them in the first); empty: keep-alive."""
@@ -299,13 +305,16 @@ class WatchProgressResponse(_message.Message):
         digests: _builtins.bytes = ...,
         draft: _builtins.str = ...,
         weights_id: _builtins.str = ...,
-        loading: _builtins.bool = ...,
+        storage_idle_ms: _builtins.int | None = ...,
+        storage_relayed: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_storage_idle_ms", b"_storage_idle_ms", "storage_idle_ms", b"storage_idle_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "digests", b"digests", "draft", b"draft", "draining", b"draining", "generation", b"generation", "loading", b"loading", "weights_id", b"weights_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_storage_idle_ms", b"_storage_idle_ms", "chunks", b"chunks", "digests", b"digests", "draft", b"draft", "draining", b"draining", "generation", b"generation", "storage_idle_ms", b"storage_idle_ms", "storage_relayed", b"storage_relayed", "weights_id", b"weights_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__storage_idle_ms: _TypeAlias = _typing.Literal["storage_idle_ms"]  # noqa: Y015
+    _WhichOneofArgType__storage_idle_ms: _TypeAlias = _typing.Literal["_storage_idle_ms", b"_storage_idle_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__storage_idle_ms) -> _WhichOneofReturnType__storage_idle_ms | None: ...
 
 Global___WatchProgressResponse: _TypeAlias = WatchProgressResponse  # noqa: Y015
 

@@ -9,15 +9,7 @@ import pytest
 from rfork.control.client import PlannerClient
 from rfork.errors import PlannerRefused, PlannerUnreachable, SettingsError
 from rfork.settings import TlsSettings
-from rfork.wire import (
-    ForkEvent,
-    ForkRequest,
-    ForkView,
-    InstanceReport,
-    InstanceView,
-    Placement,
-    Rank,
-)
+from rfork.wire import ForkEvent, ForkRequest, ForkView, InstanceReport, InstanceView, Placement, Rank
 
 REPORT = InstanceReport(
     instance_id="i", model="m", layout_id="a" * 32, image_bytes=1, chunk_count=1, state="loading",

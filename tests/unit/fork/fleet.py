@@ -12,11 +12,15 @@ import torch
 
 from rfork.control.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.errors import StorageError
+from rfork.fields import StorageKind
+from rfork.fork.deadline import Deadline
 from rfork.fork.digests import Giving
 from rfork.fork.feed import Feed
 from rfork.fork.giver import Listener
-from rfork.fork.puller import LoadWhole, Pulled, Puller
+from rfork.fork.puller import Puller
+from rfork.fork.report import Pulled
 from rfork.fork.storage_feed import StorageFeed
+from rfork.fork.whole import LoadWhole
 from rfork.image.board import ChunkBoard
 from rfork.image.capture import image_of
 from rfork.image.chunks import MIB
@@ -28,7 +32,7 @@ from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
 from rfork.storage.base import Storage, name_of
 from rfork.transport.memory import Faults, MemoryNetwork, MemoryTransport
-from rfork.wire import Lease, Placement, Plan, Route, Share, SourceFault, StorageKind, StorageRead
+from rfork.wire import Lease, Placement, Plan, Route, Share, SourceFault, StorageRead
 
 CHUNKS = 6
 FORK_ID = "fork-1"
@@ -46,6 +50,7 @@ def settings(**changed: float | int) -> Settings:
             "stall_s": NEVER_S,
             "min_rate": 1 << 40,
             "patience_s": NEVER_S,
+            "storage_stall_s": NEVER_S,
             **changed,
         }
     )
@@ -229,7 +234,7 @@ class Relay:
     def __init__(self, board: ChunkBoard) -> None:
         self.learnt: list[Manifest] = []
         self.dropped: list[tuple[int, ...]] = []
-        self.loading: list[bool] = []
+        self.reading: list[bool] = []
         self._board = board
 
     def learn(self, manifest: Manifest) -> None:
@@ -239,9 +244,9 @@ class Relay:
         self.dropped.append(tuple(chunks))
         self._board.drop(chunks)
 
-    def say_loading(self, loading: bool) -> None:
-        if loading != (self.loading or [False])[-1]:
-            self.loading.append(loading)
+    def say_reading(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
+        if (read_at is not None) != (self.reading or [False])[-1]:
+            self.reading.append(read_at is not None)
 
 
 @dataclass
@@ -251,7 +256,7 @@ class Ways:
     fleet: Fleet
     image: Image
     settings: Settings
-    deadline: float
+    deadline: Deadline
     files: Mapping[str, Storage]
 
     def peer(self, route: Route, listener: Listener) -> Feed:
@@ -266,7 +271,7 @@ class Ways:
             lambda read: self.files[name_of(read.kind, read.uri)],
             self.image,
             listener,
-            self.deadline,
+            self.settings.storage_stall_s,
             instance_id="target",
             host="node",
         )
@@ -296,7 +301,7 @@ class Target:
         self.board = ChunkBoard(self.image.layout.chunks) if board is None else board
         self.relay = Relay(self.board)
         chosen = chosen or settings()
-        deadline = time.monotonic() + deadline_s
+        deadline = Deadline(time.monotonic() + deadline_s)
         self.puller = Puller(
             self.image,
             self.board,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
@@ -10,7 +11,8 @@ from functools import partial
 import pytest
 
 from rfork.errors import DeadlinePassed, NoSource, StorageError, UserError
-from rfork.fork.puller import Pulled
+from rfork.fork.report import Pulled
+from rfork.image import ranges
 from rfork.image.board import ChunkBoard
 from rfork.image.chunks import MIB
 from rfork.image.manifest import Manifest
@@ -134,17 +136,17 @@ def test_while_it_reads_its_files_it_says_so(fleet: Fleet) -> None:
     files = Files(held)
     target = Target(fleet, planned(plan(storage=[reads(files, ALL)])), settings(window=1), files=[files])
     told = threading.Event()
-    note = target.relay.say_loading
+    note = target.relay.say_reading
 
-    def say_loading(loading: bool) -> None:
-        note(loading)
-        if loading:
+    def say_reading(read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
+        note(read_at, relayed=relayed)
+        if read_at is not None:
             told.set()
 
-    target.relay.say_loading = say_loading  # type: ignore[method-assign]
+    target.relay.say_reading = say_reading  # type: ignore[method-assign]
     files.before_read = lambda chunk: told.wait(NEVER_S)
     target.run()
-    assert [True, False] == target.relay.loading
+    assert [True, False] == target.relay.reading
 
 
 def test_a_follower_reads_while_the_leader_reads(fleet: Fleet) -> None:
@@ -265,7 +267,7 @@ def leader_that_dies(fleet: Fleet, held: Image) -> Member:
 
 
 def test_a_follower_goes_on_where_the_leader_died(fleet: Fleet) -> None:
-    """It reads the missing chunks alone, and looks at two that it holds first."""
+    """It gives the missing chunks alone, once it found in its files all that it holds."""
     held = image(1)
     leader, own = leader_that_dies(fleet, held), Files(held)
     script = planned(lambda: plan(route(leader.relay, ALL)), plan(storage=[reads(own, (3, 6))]))
@@ -275,16 +277,19 @@ def test_a_follower_goes_on_where_the_leader_died(fleet: Fleet) -> None:
         content(follower.image),
         given(follower.target),
     )
-    assert ([0, 2, 3, 4, 5], 0, held.manifest().weights_id) == (
+    assert (list(range(CHUNKS)), 0, held.manifest().weights_id) == (
         own.chunks_read,
         follower.relay.generation,
         follower.weights_id,
     )
 
 
-def test_other_files_of_one_origin_are_not_mixed(fleet: Fleet) -> None:
-    """Where its own files turn out to differ from what it holds, it drops that and reads everything."""
-    held, other = image(1), image(2)
+@pytest.mark.parametrize("differs", range(3))
+def test_other_files_of_one_origin_are_not_mixed(fleet: Fleet, differs: int) -> None:
+    """Where its own files differ from any chunk that it holds, it drops them all and reads everything."""
+    held, other = image(1), image(1)
+    other.regions[0][differs * MIB + 5] ^= 1
+    other.regions[1][MIB + 5] ^= 1
     leader, own = leader_that_dies(fleet, held), Files(other)
     script = planned(
         lambda: plan(route(leader.relay, ALL)),
@@ -345,6 +350,7 @@ def test_a_source_of_another_draft_is_refused_while_one_gives(fleet: Fleet) -> N
     second = drafting(fleet, "second", other, Y, [3, 4, 5])
 
     def rest() -> Plan:
+        first.learn(held.manifest())
         for chunk in range(3, CHUNKS):
             first.board.mark(chunk, held.manifest().digests[chunk])
         return plan(route(first, ALL))
@@ -361,7 +367,12 @@ def test_a_new_draft_replaces_one_that_nobody_gives(fleet: Fleet) -> None:
     held, other = image(1), image(2)
     first = drafting(fleet, "first", held, X, [0, 1, 2])
     second = drafting(fleet, "second", other, Y, range(CHUNKS))
-    script = planned(plan(route(first, (0, 3))), plan(route(second, (3, 6))), plan(route(second, ALL)))
+
+    def whole() -> Plan:
+        second.learn(other.manifest())
+        return plan(route(second, ALL))
+
+    script = planned(plan(route(first, (0, 3))), plan(route(second, (3, 6))), whole)
     target = Target(fleet, script)
     target.run()
     assert (content(other), [(0, 1, 2)]) == (content(target.image), target.relay.dropped)
@@ -384,27 +395,138 @@ def test_chunks_without_digests_are_refused(fleet: Fleet) -> None:
     assert [("relay", "source", "SourceCorrupt")] == script.faults
 
 
-@pytest.mark.parametrize("loading", [True, False])
-def test_how_long_a_silent_leader_is_waited_for(fleet: Fleet, loading: bool) -> None:
-    """A leader that says it loads is waited for until the deadline; one that says nothing is given up."""
+@pytest.mark.parametrize(
+    ("read_at", "ended"),
+    [(None, NoSource), (lambda: 0.0, NoSource), (time.monotonic, DeadlinePassed)],
+    ids=["reads nothing", "stuck", "slow"],
+)
+def test_how_long_a_leader_without_chunks_is_waited_for(
+    fleet: Fleet, read_at: Callable[[], float] | None, ended: type[Exception]
+) -> None:
+    """As long as its storage gives something; one that is stuck is given up, and another asked for."""
     held = image(1)
     leader = fleet.source("leader", held, board=ChunkBoard(held.layout.chunks), knows=False)
-    leader.say_loading(loading)
+    leader.say_reading(read_at)
     script = planned(plan(route(leader, ALL)), plan(reason="nobody else"))
-    target = Target(fleet, script, settings(stall_s=0.1), deadline_s=1.0)
-    with pytest.raises(DeadlinePassed if loading else NoSource):
+    target = Target(fleet, script, settings(stall_s=0.1, storage_stall_s=0.3), deadline_s=1.0)
+    with pytest.raises(ended):
         target.run()
-    assert ([] if loading else [("leader", "source", "SourceStalled")]) == script.faults
+    faults = [("leader", "source", "SourceStalled")] if ended is NoSource else []
+    assert faults == script.faults
+
+
+def test_a_follower_of_a_leader_whose_disk_hangs_reads_its_own(fleet: Fleet) -> None:
+    """It waits for what the settings allow, then the planner elects it; what it holds is kept."""
+    held, go_on = image(1), threading.Event()
+    hanging, own = Files(held), Files(held)
+    hanging.before_read = lambda chunk: go_on.wait(NEVER_S) if chunk == 2 else True
+    script = planned(plan(storage=[reads(hanging, ALL)]), plan(reason="nobody else"))
+    leader = Member(fleet, "leader", script, [hanging], chosen=settings(window=1, storage_stall_s=1.0))
+    behind = planned(lambda: plan(route(leader.relay, ALL)), lambda: plan(storage=[reads(own, (2, CHUNKS))]))
+    chosen = settings(window=1, stall_s=0.2, storage_stall_s=0.5)
+    follower = Member(fleet, "follower", behind, [own], chosen=chosen)
+    ended = at_once(leader, follower)
+    go_on.set()
+    assert (NoSource, [("target", "storage", "StorageError")]) == (type(ended[0]), script.faults)
+    assert (content(held), [("leader", "source", "SourceStalled")], {"leader": 2}) == (
+        content(follower.image),
+        behind.faults,
+        {name: count for name, count in given(follower.target).items() if name == "leader"},
+    )
+
+
+def test_two_that_wait_for_each_other_end(fleet: Fleet) -> None:
+    """In a circle nobody's word keeps another waiting: what was last read grows old everywhere."""
+    held = image(1)
+    disks = [Files(held, kind="snapshot", manifest=held.manifest()) for _ in range(2)]
+    members: list[Member] = []
+    chosen = settings(window=1, stall_s=0.2, storage_stall_s=0.4)
+
+    def share(mine: int) -> Plan:
+        return plan(route(members[1 - mine].relay, (3, 6)), storage=[reads(disks[mine], (0, 3))])
+
+    scripts = [planned(partial(share, mine), plan(reason="nobody else")) for mine in range(2)]
+    for mine, name in enumerate(("one", "two")):
+        members.append(Member(fleet, name, scripts[mine], [disks[mine]], chosen=chosen))
+    ended = at_once(*members)
+    assert [NoSource, NoSource] == [type(each) for each in ended]
+    told = {(script.faults[0][1], script.faults[0][2]) for script in scripts if script.faults}
+    assert {("source", "SourceStalled"), ("source", "SourceGone")} >= told > set()
+
+
+def test_a_disk_that_hangs_does_not_hang_the_fork(fleet: Fleet) -> None:
+    """It is told as stalled and somebody else gives; what it gives later changes nothing."""
+    held, go_on, late = image(1), threading.Event(), threading.Event()
+    rotten = Files(image(2))
+
+    def hang(chunk: int) -> bool:
+        late.set() if go_on.wait(NEVER_S) else None
+        return True
+
+    rotten.before_read = hang
+    seed = fleet.source("seed", held)
+    script = planned(plan(storage=[reads(rotten, ALL)]), plan(route(seed, ALL)))
+    target = Target(fleet, script, settings(storage_stall_s=0.3), files=[rotten])
+    target.run()
+    threads = working_threads()
+    go_on.set()
+    assert late.wait(NEVER_S)
+    assert (content(held), [("target", "storage", "StorageError")], []) == (
+        content(target.image),
+        script.faults,
+        threads,
+    )
+
+
+def test_a_disk_that_never_gave_anything_does_not_outlive_the_deadline(fleet: Fleet) -> None:
+    """The deadline is put off only for storage that advances."""
+    files, go_on = Files(image(1)), threading.Event()
+    files.before_read = lambda chunk: go_on.wait(NEVER_S)
+    target = Target(fleet, planned(plan(storage=[reads(files, ALL)])), deadline_s=0.3, files=[files])
+    with pytest.raises(DeadlinePassed):
+        target.run()
+    go_on.set()
+    assert ([], 0) == (working_threads(), len(target.board))
+
+
+def test_the_deadline_waits_for_own_storage_that_advances(fleet: Fleet) -> None:
+    """Whoever reads for all that wait reads to the end, since it would have to begin anew otherwise."""
+    held = image(1)
+    files, pause = Files(held), threading.Event()
+    files.before_read = lambda chunk: pause.wait(0.1)
+    target = Target(
+        fleet,
+        planned(plan(storage=[reads(files, ALL)])),
+        settings(window=1, storage_stall_s=30.0),
+        deadline_s=0.3,
+        files=[files],
+    )
+    target.run()
+    assert (content(held), list(range(CHUNKS))) == (content(target.image), files.chunks_read)
+
+
+def test_two_reads_of_one_storage_are_one(fleet: Fleet) -> None:
+    """A plan that names a storage twice means all the chunks that it names."""
+    held = image(1)
+    files = Files(held)
+    script = planned(plan(storage=[reads(files, (0, 3)), reads(files, (3, CHUNKS))]))
+    Target(fleet, script, files=[files]).run()
+    assert (1, list(range(CHUNKS))) == (len(script.asked), sorted(files.chunks_read))
+
+
+def is_relayed(seed: Seed) -> bool:
+    reading = seed.news(()).reading
+    return reading is not None and reading.relayed
 
 
 def test_a_relay_passes_on_that_its_source_loads(fleet: Fleet) -> None:
     """Whoever waits behind one that waits behind the leader is told so too."""
     held = image(1)
     leader = fleet.source("leader", held, board=ChunkBoard(held.layout.chunks), knows=False)
-    leader.say_loading(True)
+    leader.say_reading(time.monotonic)
     relay = Member(fleet, "relay", planned(plan(route(leader, ALL))))
     told = threading.Event()
-    with relay.relay.on_change(lambda: told.set() if relay.relay.news(()).loading else None):
+    with relay.relay.on_change(lambda: told.set() if is_relayed(relay.relay) else None):
         running = threading.Thread(target=relay.target.run)
         running.start()
         heard = told.wait(NEVER_S)
@@ -413,7 +535,7 @@ def test_a_relay_passes_on_that_its_source_loads(fleet: Fleet) -> None:
         for chunk, digest in enumerate(manifest.digests):
             leader.board.mark(chunk, digest)
         running.join()
-    assert (True, False, content(held)) == (heard, relay.relay.news(()).loading, content(relay.image))
+    assert (True, False, content(held)) == (heard, is_relayed(relay.relay), content(relay.image))
 
 
 LOADER = StorageRead(kind="loader", uri="", chunks=(ALL,))
@@ -432,7 +554,7 @@ def test_the_elected_runs_its_loader(fleet: Fleet) -> None:
         return target.image.manifest()
 
     pulled = target.run()
-    assert ([threading.current_thread().name], [True, False]) == (threads, target.relay.loading)
+    assert ([threading.current_thread().name], [True, False]) == (threads, target.relay.reading)
     assert ([held.manifest()], {"loader:": CHUNKS}, CHUNKS * MIB, ALL) == (
         target.relay.learnt,
         given(target),
@@ -515,3 +637,27 @@ def test_a_deadline_ends_a_read_of_storage(fleet: Fleet) -> None:
         target.run()
     assert ([], []) == (target.reasons, working_threads())
     assert StorageError.__name__ not in target.reasons
+
+
+def test_nobody_seals_what_it_did_not_read(fleet: Fleet) -> None:
+    """Where the reader dies before it says what all its chunks are, one that has files looks into them."""
+    held = image(1)
+    leader, own = drafting(fleet, "leader", held, ORIGIN, range(CHUNKS)), Files(held)
+
+    def look() -> Plan:
+        return plan(storage=[reads(own, *ranges.subtract([ALL], follower.target.board.verified))])
+
+    script = planned(lambda: plan(route(leader, ALL)), look)
+    follower = Member(fleet, "follower", script, [own])
+    running = threading.Thread(target=follower.target.run)
+    running.start()
+    whole = wait_for(follower.target.board, CHUNKS)
+    before = follower.weights_id
+    for channel in list(leader._leases._channels):
+        leader.close_channel(channel)
+    running.join()
+    assert (True, None, held.manifest().weights_id) == (whole, before, follower.weights_id)
+    assert ({"leader": CHUNKS, "checkpoint:file:///files": 1}, [*range(CHUNKS)]) == (
+        given(follower.target),
+        own.chunks_read,
+    )

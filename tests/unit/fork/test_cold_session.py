@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -12,20 +15,28 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from rfork.errors import SettingsError
-from rfork.fork.fallback import Fallback, checkpoint_fallback, loader_fallback, snapshot_fallback
+from rfork.errors import NothingLeft, SettingsError, SourceStalled
+from rfork.fields import StorageKind
+from rfork.fork.asking import COMPARE_S
+from rfork.fork.fallback import Derived, Fallback, checkpoint_fallback, loader_fallback, snapshot_fallback
 from rfork.fork.report import ForkReport
 from rfork.fork.session import ForkSession
 from rfork.image.capture import capture
 from rfork.image.chunks import MIB
-from rfork.seed.seed import Identity
+from rfork.image.manifest import Manifest
+from rfork.image.memory import Image
+from rfork.peer.memory import MemoryPeer, MemoryService
+from rfork.peer.server import PeerHost
+from rfork.seed.seed import Identity, Seed
+from rfork.settings import Settings
 from rfork.storage.snapshot import write_snapshot
-from rfork.transport.memory import MemoryTransport
-from rfork.wire import Plan, StorageKind, StorageOffer, StorageRead
-from tests.unit.fork.fleet import Fleet, Script, plan, route, settings
+from rfork.transport.memory import Faults, MemoryTransport
+from rfork.wire import Plan, StorageOffer, StorageRead
+from tests.unit.fork.fleet import NEVER_S, Fleet, Script, plan, route, settings
 from tests.unit.fork.planner import FakePlanner
 
 CHUNKS = 5
+NOBODY = plan(reason="nobody holds it")
 ALL = (0, CHUNKS)
 
 
@@ -56,7 +67,7 @@ def elected(kind: StorageKind, uri: str = "") -> Plan:
 
 
 def forked(
-    fleet: Fleet, module: nn.Module, planner: FakePlanner, ways: Sequence[Fallback], **changed: str
+    fleet: Fleet, module: nn.Module, planner: FakePlanner, ways: Sequence[Fallback], **changed: str | float
 ) -> ForkReport:
     chosen = settings().model_copy(update=changed)
     report = ForkSession(
@@ -79,7 +90,7 @@ def planning(*plans: Plan) -> FakePlanner:
 
 
 def offers(planner: FakePlanner) -> list[tuple[str, str]]:
-    return [(offer.kind, offer.uri) for offer in planner.requests[0].instance.storage]
+    return [(offer.kind, offer.uri) for offer in planner.requests[-1].instance.storage]
 
 
 def test_the_elected_reads_its_checkpoint(fleet: Fleet, checkpoint: Path) -> None:
@@ -110,10 +121,10 @@ def test_what_is_offered(fleet: Fleet, checkpoint: Path, tmp_path: Path) -> None
     path = tmp_path / "snapshot.safetensors"
     write_snapshot(held, held.manifest(), path)
     ways = [snapshot_fallback(path.as_uri()), checkpoint_fallback(checkpoint), loader_fallback(load_twos)]
-    planner = planning(elected("snapshot", path.as_uri()))
+    planner = planning(NOBODY, elected("snapshot", path.as_uri()))
     report = forked(fleet, Model(1.0), planner, ways)
     uris = [("snapshot", path.as_uri()), ("checkpoint", checkpoint.as_uri()), ("loader", "")]
-    told = planner.requests[0].instance.storage
+    told = planner.requests[-1].instance.storage
     known = [offer.weights_id for offer in told]
     assert (uris, [held.manifest().weights_id, None, None]) == (offers(planner), known)
     assert (held.manifest().weights_id, report.image_bytes) == (report.weights_id, report.storage_bytes)
@@ -121,7 +132,8 @@ def test_what_is_offered(fleet: Fleet, checkpoint: Path, tmp_path: Path) -> None
 
 def test_a_checkpoint_that_has_to_be_converted_is_a_loader(fleet: Fleet, checkpoint: Path) -> None:
     """Where types differ it is offered, and read, as a whole."""
-    planner, module = planning(elected("loader", checkpoint.as_uri())), Model(1.0, dtype=torch.bfloat16)
+    planner = planning(NOBODY, elected("loader", checkpoint.as_uri()))
+    module = Model(1.0, dtype=torch.bfloat16)
     report = forked(fleet, module, planner, [checkpoint_fallback(checkpoint)])
     assert ([("loader", checkpoint.as_uri())], "forked", report.image_bytes) == (
         offers(planner),
@@ -143,10 +155,10 @@ def test_whoever_reads_its_own_offers_nothing(fleet: Fleet, checkpoint: Path) ->
     """With `cold_start` own, the checkpoint is only the fallback that it always was."""
     planner, module = planning(plan(reason="nobody")), Model(1.0)
     report = forked(fleet, module, planner, [checkpoint_fallback(checkpoint)], cold_start="own")
-    assert ([], "fallback", 0, True) == (
+    assert ([], "fallback", 1, True) == (
         offers(planner),
         report.outcome,
-        report.storage_bytes,
+        len(planner.requests),
         torch.equal(Model(7.0).weight, module.weight),
     )
 
@@ -232,12 +244,175 @@ def test_a_snapshot_uri_that_cannot_be_used_is_the_user_s(fleet: Fleet) -> None:
 def test_an_offer_that_lasts_only_while_it_forks(fleet: Fleet, checkpoint: Path) -> None:
     """A seed offers no storage: it holds the image."""
     seed = fleet.source("seed", capture(Model(0.0)))
-    planner = planning(plan(route(seed, ALL)))
+    planner = planning(NOBODY, plan(route(seed, ALL)))
     report = forked(fleet, Model(1.0), planner, [checkpoint_fallback(checkpoint)])
     assert report.seed is not None
     expected = StorageOffer(
         kind="checkpoint",
         uri=checkpoint.as_uri(),
-        origin=planner.requests[0].instance.storage[0].origin,
+        origin=planner.requests[-1].instance.storage[0].origin,
     )
-    assert ((expected,), ()) == (planner.requests[0].instance.storage, report.seed.storage)
+    assert ((expected,), ()) == (planner.requests[-1].instance.storage, report.seed.storage)
+
+
+def test_a_fork_that_has_a_source_opens_no_files(fleet: Fleet, checkpoint: Path) -> None:
+    """A disk that hangs costs nothing where it is not needed."""
+    opened: list[nn.Module] = []
+
+    def hang(module: nn.Module, image: Image, derived: Derived) -> None:
+        opened.append(module)
+
+    seed = fleet.source("seed", capture(Model(0.0)))
+    planner = planning(plan(route(seed, ALL)))
+    report = forked(fleet, Model(1.0), planner, [Fallback("hung", load_twos, open=hang)])
+    assert ("forked", [], 1, ()) == (
+        report.outcome,
+        opened,
+        len(planner.requests),
+        planner.requests[0].instance.storage,
+    )
+
+
+def test_files_are_offered_once_nobody_gives(fleet: Fleet, checkpoint: Path) -> None:
+    """One more question for a cold group, and the faults are told only once."""
+    planner = planning(NOBODY, elected("checkpoint", checkpoint.as_uri()))
+    report = forked(fleet, Model(1.0), planner, [checkpoint_fallback(checkpoint)])
+    told = [[offer.kind for offer in request.instance.storage] for request in planner.requests]
+    assert ("forked", [[], ["checkpoint"]]) == (report.outcome, told)
+
+
+def test_files_that_cannot_be_opened_in_time_are_not_offered(fleet: Fleet, checkpoint: Path) -> None:
+    """One disk that hangs holds up neither the fork for ever nor the offer of another."""
+    go_on = threading.Event()
+
+    def hang(module: nn.Module, image: Image, derived: Derived) -> None:
+        go_on.wait(NEVER_S)
+
+    planner = planning(NOBODY, elected("checkpoint", checkpoint.as_uri()))
+    ways = [Fallback("hung", load_twos, open=hang), checkpoint_fallback(checkpoint)]
+    report = forked(fleet, Model(1.0), planner, ways, storage_stall_s=0.5)
+    go_on.set()
+    assert ("forked", [("checkpoint", checkpoint.as_uri())]) == (report.outcome, offers(planner))
+
+
+def test_what_a_fallback_reads_is_told(fleet: Fleet, checkpoint: Path) -> None:
+    """Its whole image counts under the name of its files, in the report and to the planner."""
+    planner = planning(NOBODY)
+    report = forked(fleet, Model(1.0), planner, [checkpoint_fallback(checkpoint)], patience_s=0.0)
+    sources = {f"checkpoint:{checkpoint.as_uri()}": report.image_bytes}
+    assert ("fallback", report.image_bytes, sources) == (
+        report.outcome,
+        report.storage_bytes,
+        planner.finishes[0][1].sources,
+    )
+
+
+def test_what_came_before_a_fallback_is_told_too(fleet: Fleet, checkpoint: Path) -> None:
+    """Chunks of a source that died stay in the report beside what was loaded instead."""
+    seed = fleet.source("seed", capture(Model(7.0)), Faults(dies_after=2 * MIB))
+    planner = planning(plan(route(seed, ALL)), NOBODY)
+    report = forked(fleet, Model(1.0), planner, [checkpoint_fallback(checkpoint)], patience_s=0.0, window=1)
+    assert [("checkpoint", report.image_bytes), ("seed", 2 * MIB)] == [
+        (share.source_id.partition(":")[0], share.verified_bytes) for share in report.sources
+    ]
+
+
+def test_what_a_failed_fork_read_is_told(fleet: Fleet) -> None:
+    """A fork that ends without its weights names what its sources gave all the same."""
+    seed = fleet.source("seed", capture(Model(7.0)), Faults(dies_after=2 * MIB))
+    planner = planning(plan(route(seed, ALL)), NOBODY)
+    with pytest.raises(NothingLeft):
+        forked(fleet, Model(1.0), planner, [], patience_s=0.0, window=1)
+    assert [("failed", {"seed": 2 * MIB}, 2 * MIB)] == [
+        (finish.outcome, finish.sources, finish.bytes_read) for _, finish in planner.finishes
+    ]
+
+
+def test_several_that_are_told_to_load_their_own(fleet: Fleet) -> None:
+    """Each loads, gives to nobody, and none waits for another."""
+    planners = [planning(elected("loader")) for _ in range(3)]
+    modules = [Model(1.0) for _ in planners]
+    with ThreadPoolExecutor(len(planners)) as pool:
+        reports = list(
+            pool.map(
+                lambda module, planner: forked(fleet, module, planner, [loader_fallback(load_twos)]),
+                modules,
+                planners,
+            )
+        )
+    assert [("forked", reports[0].image_bytes, True)] * 3 == [
+        (report.outcome, report.storage_bytes, bool((module.weight == 2.0).all()))
+        for report, module in zip(reports, modules, strict=True)
+    ]
+
+
+def test_who_waits_for_a_loader_that_ends_without_a_seed_asks_at_once(fleet: Fleet) -> None:
+    """The planner hears first how it ended, then its readers hear that nothing comes from it."""
+    waiting = threading.Event()
+
+    def rebind(module: nn.Module) -> None:
+        waiting.wait(NEVER_S)
+        module.load_state_dict(Model(2.0).state_dict(), assign=True)
+
+    hosts: list[Seed] = []
+    started = threading.Event()
+
+    def serve(host: PeerHost, chosen: Settings) -> MemoryService:
+        assert isinstance(host, Seed)
+        hosts.append(host)
+        started.set()
+        return fleet.peers.service(host, chosen)
+
+    leader = planning(elected("loader"))
+    session = ForkSession(
+        Model(1.0),
+        Identity("model", instance_id="leader"),
+        settings(),
+        [MemoryTransport(fleet.network)],
+        planner=leader.client(),
+        dial=fleet.peers.dial,
+        fallbacks=[loader_fallback(rebind)],
+        serve_peer=serve,
+    )
+    ended_before: list[bool] = []
+    reports: list[ForkReport] = []
+    running = threading.Thread(target=lambda: reports.append(session.run()))
+    running.start()
+    started.wait(NEVER_S)
+
+    def follow() -> Plan:
+        waiting.set()
+        return plan(route(hosts[0], ALL))
+
+    def own() -> Plan:
+        ended_before.append(bool(leader.finishes))
+        return elected("loader")
+
+    follower = FakePlanner(Script([follow, own]))
+    report = forked(fleet, Model(1.0), follower, [loader_fallback(load_twos)])
+    running.join()
+    assert reports[0].seed is not None
+    reports[0].seed.close()
+    assert ("forked", [True], ["SourceChanged"]) == (
+        report.outcome,
+        ended_before,
+        [error for _, _, error in follower.script.faults],
+    )
+
+
+def test_the_elected_does_not_wait_for_a_word_on_another_layout(
+    fleet: Fleet, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer of another layout that does not answer is asked for a second at most before it reads."""
+    patience: list[float] = []
+
+    class Silent(MemoryPeer):
+        def full_manifest(self, deadline: float) -> Manifest:
+            patience.append(deadline - time.monotonic())
+            raise SourceStalled("no answer")
+
+    seed = fleet.source("seed", capture(nn.Linear(600, 600)))
+    monkeypatch.setattr(fleet.peers, "dial", lambda address, token: Silent(fleet.peers, address, token))
+    chosen = elected("checkpoint", checkpoint.as_uri()).model_copy(update={"other_layout": route(seed)})
+    report = forked(fleet, Model(1.0), planning(NOBODY, chosen), [checkpoint_fallback(checkpoint)])
+    assert ("forked", [True]) == (report.outcome, [seconds <= COMPARE_S for seconds in patience])

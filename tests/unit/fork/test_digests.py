@@ -105,7 +105,7 @@ def test_going_on_from_own_files(
 ) -> None:
     """What is held stays only where the files are known, and seen, to be the same."""
     ledger = Ledger(0, 1, draft=X)
-    ledger.digests.read_files("own", origin, agrees=agrees)
+    ledger.digests.read_files("own", origin, {0: RIGHT[0], 1: RIGHT[1]}, agrees=agrees)
     told = ledger.board.draft or ""
     assert (dropped, draft, None) == (
         ledger.relay.dropped,
@@ -121,28 +121,55 @@ def test_own_files_beside_a_manifest(agrees: bool) -> None:
     ledger.digests.learn(MANIFEST)
     failed = False
     try:
-        ledger.digests.read_files("own", X, agrees=agrees)
+        ledger.digests.read_files("own", X, {0: RIGHT[0], 1: RIGHT[1]}, agrees=agrees)
     except StorageError:
         failed = True
     assert (not agrees, []) == (failed, ledger.relay.dropped)
 
 
-def test_the_sample_is_what_is_held_or_else_offered() -> None:
-    """First and last of what is held; with nothing held, of what others offer; nothing else."""
-    holding, offered, fresh = Ledger(1, 3, 4, draft=X), Ledger(), Ledger()
+def test_what_files_have_to_hold() -> None:
+    """All that is held of a draft; beside a manifest, or with nothing held but offered, first and last."""
+    holding, sealed, offered, fresh = Ledger(1, 3, 4, draft=X), Ledger(1, 3, 4), Ledger(), Ledger()
+    sealed.digests.learn(MANIFEST)
     offered.digests.announce("a", X, {2: RIGHT[2], 5: RIGHT[5], 3: RIGHT[3]}, alone=True)
-    assert ({1: RIGHT[1], 4: RIGHT[4]}, {2: RIGHT[2], 5: RIGHT[5]}, {}) == (
-        holding.digests.sample(),
-        offered.digests.sample(),
-        fresh.digests.sample(),
+    all_held = {1: RIGHT[1], 3: RIGHT[3], 4: RIGHT[4]}
+    assert (all_held, {1: RIGHT[1], 4: RIGHT[4]}, {2: RIGHT[2], 5: RIGHT[5]}, {}) == (
+        holding.digests.held(),
+        sealed.digests.held(),
+        offered.digests.held(),
+        fresh.digests.held(),
     )
 
 
-def test_sealing_makes_the_manifest_of_what_is_held() -> None:
-    """Whoever holds every chunk of a draft knows the manifest, and its draft stays known."""
+def test_what_came_while_files_were_compared_is_compared_too() -> None:
+    """The reader of own files is taken on only once each chunk that is held was found in them."""
+    ledger = Ledger(0, 1, draft=X)
+    left = ledger.digests.read_files("own", X, {0: RIGHT[0]}, agrees=True)
+    with pytest.raises(SourceChanged):
+        ledger.digests.expected("own", 5)
+    then = ledger.digests.read_files("own", X, {0: RIGHT[0], 1: RIGHT[1]}, agrees=True)
+    assert ({1: RIGHT[1]}, {}, None) == (left, then, ledger.digests.expected("own", 5))
+
+
+def test_own_files_make_the_manifest() -> None:
+    """Whoever found or read every chunk in its own files knows the manifest, and its draft stays known."""
     ledger = Ledger(*range(CHUNKS), draft=X)
-    ledger.digests.seal()
-    assert ([MANIFEST], X) == (ledger.relay.learnt, ledger.board.draft)
+    held = ledger.board.digests
+    del held[3]
+    ledger.digests.read_files("own", X, held | {3: RIGHT[3]}, agrees=True)
+    assert (True, [MANIFEST], X) == (ledger.digests.seal(), ledger.relay.learnt, ledger.board.draft)
+
+
+def test_chunks_of_others_are_not_sealed() -> None:
+    """That they are of one image is for their reader to say; who reads files itself reads theirs instead."""
+    follower, reader = Ledger(*range(CHUNKS), draft=X), Ledger(0, 1, draft=X)
+    reader.digests.read_files("own", X, reader.board.digests, agrees=True)
+    for chunk in range(2, CHUNKS):
+        reader.board.mark(chunk, RIGHT[chunk])
+    sealed = (follower.digests.seal(), reader.digests.seal())
+    follower.digests.doubt()
+    reader.digests.doubt()
+    assert ((False, False), [(5,)], [(2, 3, 4, 5)]) == (sealed, follower.relay.dropped, reader.relay.dropped)
 
 
 def test_a_manifest_that_differs_ends_the_draft() -> None:

@@ -65,7 +65,7 @@ def test_what_no_loader_writes_is_put_back() -> None:
     model = Model()
     derived = Derived(model, capture(model))
     garbage(model)
-    assert "loader" == fall_back(model, derived, [loader_fallback(load_ones)], [])
+    assert "loader" == fall_back(model, derived, [loader_fallback(load_ones)], []).name
     assert LOADED == state(model)
 
 
@@ -92,7 +92,7 @@ def test_a_checkpoint_fills_a_tied_model(tmp_path: Path) -> None:
     model = Model()
     derived = Derived(model, capture(model))
     garbage(model)
-    name = fall_back(model, derived, [checkpoint_fallback(tmp_path)], [])
+    name = fall_back(model, derived, [checkpoint_fallback(tmp_path)], []).name
     assert (f"checkpoint {tmp_path}", LOADED) == (name, state(model))
 
 
@@ -102,7 +102,7 @@ def test_a_way_that_raises_is_followed_by_the_next(error: Exception) -> None:
     model = Model()
     derived = Derived(model, capture(model))
     ways = [Fallback("first", broken(error)), Fallback("second", load_ones)]
-    assert ("second", LOADED) == (fall_back(model, derived, ways, []), state(model))
+    assert ("second", LOADED) == (fall_back(model, derived, ways, []).name, state(model))
 
 
 def test_nothing_left_carries_all_reasons(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from rfork.errors import RforkError, SourceGone
+from rfork.fork.deadline import Deadline
 from rfork.fork.feed import Feed
 from rfork.fork.giver import Giver
 from rfork.image.board import ChunkBoard
@@ -41,11 +42,14 @@ class Heard:
     def on_draft(self, feed: Giver, draft: str, digests: Mapping[int, bytes]) -> None:
         self.drafts.append((draft, dict(digests)))
 
-    def sample(self) -> Mapping[int, bytes]:
+    def held(self) -> Mapping[int, bytes]:
         return {}
 
-    def on_files(self, feed: Giver, origin: str, *, agrees: bool) -> None:
+    def on_files(
+        self, feed: Giver, origin: str, compared: Mapping[int, bytes], *, agrees: bool
+    ) -> Mapping[int, bytes]:
         self.drafts.append((origin, {}))
+        return {}
 
     def on_offer(self, feed: Giver, chunks: tuple[Range, ...]) -> None:
         self.offers.append(chunks)
@@ -66,7 +70,7 @@ def feed_of(
         dial or fleet.peers.dial,
         settings(stall_s=stall_s),
         heard,
-        time.monotonic() + NEVER_S,
+        Deadline(time.monotonic() + NEVER_S),
     )
 
 
@@ -153,7 +157,7 @@ def test_a_waiting_reader_shows_its_newer_lease(fleet: Fleet) -> None:
         lambda address, token: Showing(fleet.peers, address, token),
         settings(stall_s=0.4),
         heard,
-        time.monotonic() + NEVER_S,
+        Deadline(time.monotonic() + NEVER_S),
     )
     feed.start()
     feed.renew(newer)

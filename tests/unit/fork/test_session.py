@@ -95,7 +95,7 @@ def test_a_fork(fleet: Fleet) -> None:
     )
     assert seed.manifest is not None
     assert (seed.manifest.weights_id, seed.image.layout.image_bytes) == (report.weights_id, report.bytes_read)
-    assert {"capture", "offer", "plan", "transfer"} == set(report.phases)
+    assert {"capture", "plan", "transfer"} == set(report.phases)
     ended = [(finish.outcome, finish.sources, finish.bytes_read) for _, finish in planner.finishes]
     assert [("forked", {"a": report.image_bytes}, report.bytes_read)] == ended
     assert ((ALL,), report.image_bytes) == (told[-1][0].verified, told[-1][1])

@@ -22,7 +22,7 @@ from rfork.image.layout import Layout, TensorSpec
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Segment
 from rfork.peer import codec
-from rfork.peer.base import Progress
+from rfork.peer.base import Progress, Reading
 from rfork.peer.v1 import peer_pb2
 from rfork.transport.base import Endpoint
 
@@ -183,9 +183,10 @@ def test_segment_lists_that_do_not_fit_are_refused() -> None:
     [
         Progress((), draining=False),
         Progress(((0, 2), (5, 6)), draining=True, weights_id="ab" * 16),
-        Progress(((3, 5),), False, (b"x" * 16, b"y" * 16), "cd" * 16, None, True),
+        Progress(((3, 5),), False, (b"x" * 16, b"y" * 16), "cd" * 16, None, Reading(1.5)),
+        Progress((), draining=False, reading=Reading(0.0, relayed=True)),
     ],
-    ids=["keep-alive", "sealed", "draft"],
+    ids=["keep-alive", "sealed", "draft", "relayed"],
 )
 def test_progress_comes_back(progress: Progress) -> None:
     """Chunks, digests, draft, weights and flags arrive as they were."""

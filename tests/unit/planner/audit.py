@@ -168,7 +168,8 @@ def _read_twice(
             continue
         if not _same(names.get(name, _read_there(source)), (decision.weights_id, decision.draft)):
             continue
-        there = [chunk for share in shares if share.source_id == name for chunk in share.chunks]
+        shared = [share for share in shares if not (share.whole and after.alone)]
+        there = [chunk for share in shared if share.source_id == name for chunk in share.chunks]
         if intersect(new, there) and not (new == missing(demand) and _gives_a_part(after, demand, name)):
             yield f"reads from storage what {name} reads there"
 

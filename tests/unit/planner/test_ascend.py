@@ -2,16 +2,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
 from planner.app import create_app
+from planner.compat.ascend_desk import Desk
+from planner.compat.ascend_headers import Seed
+from planner.store.base import Change
 from rfork.control.client import PlannerClient
+from rfork.errors import PlannerRefused
 from rfork.settings import PlannerSettings
+from rfork.wire import ForkRequest
 from tests.unit.planner.app_transport import AppTransport
-from tests.unit.planner.builders import FakeTime, ask, whole
+from tests.unit.planner.builders import FakeTime, ask, make_registry, report, whole
 
 KEY = "qwen3$bf16$kv_both$0$1"
 SEED = {"SEED_IP": "10.0.0.7", "SEED_PORT": "4000", "SEED_RANK": "1"}
@@ -339,14 +345,48 @@ def test_an_operator_drains_such_a_seed(web: httpx.Client) -> None:
     assert ("10.0.0.8", 404) == (lease(web)["SEED_IP"], get(web).status_code)
 
 
-@pytest.mark.parametrize("model", [KEY, f"ascend:{KEY}"])
-def test_rforks_own_forks_and_these_never_meet(web: httpx.Client, planner: PlannerClient, model: str) -> None:
+def test_rforks_own_forks_and_these_never_meet(web: httpx.Client, planner: PlannerClient) -> None:
     """Not even where a model is named like a key."""
     add(web)
-    planner.report(whole("native", model=model))
-    plan = planner.ask(ask("target", model=model))
+    planner.report(whole("native", model=KEY))
+    plan = planner.ask(ask("target", model=KEY))
     assert (["native"], "10.0.0.7", 404) == (
         [route.source_id for route in plan.routes], lease(web)["SEED_IP"], get(web).status_code,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "model"), [("model", "s", f"ascend:{KEY}"), ("instance_id", SEED_ID, "m")]
+)
+def test_names_of_this_protocol_are_refused_elsewhere(
+    planner: PlannerClient, field: str, name: str, model: str
+) -> None:
+    """Neither a report nor a request may pass for a seed: who leases it goes by the form of its name."""
+    refusals = []
+    with pytest.raises(PlannerRefused) as refused:
+        planner.report(whole(name, model=model))
+    refusals.append(refused.value)
+    with pytest.raises(PlannerRefused) as refused:
+        planner.ask(ForkRequest(fork_id="f", instance=report(name, model=model)))
+    refusals.append(refused.value)
+    assert [(422, "invalid-request", True)] * 2 == [
+        (each.status, each.problem, f"{field}: names that begin with ascend:" in str(each))
+        for each in refusals
+    ]
+
+
+async def test_a_seed_with_a_name_of_another_form_is_not_leased(time: FakeTime) -> None:
+    """Whatever a store holds: 404, and the lease that was begun has ended."""
+    registry = make_registry(time)
+    desk = Desk(registry)
+    await desk.add(KEY, Seed("10.0.0.7", 4000, 1), 0)
+    known = registry.state.instances()[0]
+    strange = known.report.model_copy(update={"instance_id": "strange"})
+    await registry.store.commit(Change(instances=(replace(known, report=strange),), gone=(SEED_ID,)))
+    answer = await desk.lease(KEY, "10.0.0.9")
+    assert (404, [], ["strange"]) == (
+        answer.status_code, registry.state.live_forks(),
+        [each.report.instance_id for each in registry.state.instances()],
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import iter_route_contexts
@@ -10,6 +11,7 @@ from planner.app import create_app
 from planner.auth import OPEN_PATHS, ROLES, ROUTES, Auth, Role, role_needed
 from rfork.errors import SettingsError
 from rfork.settings import PlannerSettings
+from tests.unit.planner.app_transport import AppTransport
 from tests.unit.planner.builders import FakeTime
 
 FILE = """
@@ -92,7 +94,7 @@ RIGHTS = [
     ("PUT", "/v1/instances/s", 403, 200, 200),
     ("DELETE", "/v1/instances/s", 403, 200, 200),
     ("GET", "/v1/instances/s/exit", 403, 200, 200),
-    ("POST", "/v1/instances/s/drain", 403, 403, 200),
+    ("POST", "/v1/instances/s/drain", 403, 200, 200),
     ("POST", "/v1/instances/s/exit", 403, 403, 200),
     ("POST", "/v1/forks", 403, 200, 200),
     ("POST", "/v1/forks/f/progress", 403, 200, 200),
@@ -129,11 +131,42 @@ def test_a_role_may_what_it_is_for(
 
 def test_a_refusal_names_the_role_that_is_needed(auth: Auth) -> None:
     """Both roles, and no token."""
-    problem = auth.check("POST", "/v1/instances/s/drain", TOKENS["instance"])
+    problem = auth.check("PATCH", "/v1/models", TOKENS["instance"])
     assert problem is not None
     assert (403, "forbidden", "this takes the role operator, and the token shown has the role instance") == (
         problem.status, problem.slug, problem.detail,
     )  # fmt: skip
+
+
+DRAINS = [
+    # query, then what a reader, an instance and an operator are answered; the instance is not known
+    ("", 403, 404, 404),
+    ("?force=false", 403, 404, 404),
+    ("?force=true", 403, 403, 404),
+    ("?force=on", 403, 403, 404),
+    ("?force=false&force=1", 403, 403, 404),
+]
+
+
+@pytest.mark.parametrize(("query", "reader", "instance", "operator"), DRAINS)
+def test_a_drain_by_force_takes_an_operator(
+    tokens: Path, query: str, reader: int, instance: int, operator: int
+) -> None:
+    """A pod's preStop hook has an instance's token: it may drain, and not override what protects others."""
+    app = create_app(settings(tokens=tokens))
+    web = httpx.Client(base_url="http://planner", transport=AppTransport(app))
+    answers = [
+        web.post(f"/v1/instances/s/drain{query}", headers={"Authorization": TOKENS[role].decode()})
+        for role in ROLES
+    ]
+    assert [reader, instance, operator] == [each.status_code for each in answers]
+
+
+def test_without_any_token_a_drain_by_force_is_open() -> None:
+    """As everything else is; also where requests are counted."""
+    app = create_app(PlannerSettings(rate_limit=100))
+    web = httpx.Client(base_url="http://planner", transport=AppTransport(app))
+    assert 404 == web.post("/v1/instances/s/drain?force=true").status_code
 
 
 HEADERS = [

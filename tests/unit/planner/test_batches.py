@@ -181,3 +181,24 @@ async def test_without_offers_nobody_reads_storage_for_others(registry: Registry
     """Each is told that nobody holds the model, at once."""
     plans = await asyncio.gather(*(registry.ask(ask(name)) for name in "ab"))
     assert [({}, None)] * 2 == [(parts(plan), plan.retry_after_s) for plan in plans]
+
+
+async def test_a_request_that_cannot_be_planned_does_not_take_the_others_with_it(
+    time: FakeTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch is planned one by one, and only the one at fault fails."""
+    from planner import policy
+
+    whole_plan = policy.plan
+
+    def plan(group: Any, demands: Any, now: float) -> Any:
+        if any(demand.fork_id == "fork-bad" for demand in demands):
+            raise OverflowError("as when a number is beyond all bounds")
+        return whole_plan(group, demands, now)
+
+    monkeypatch.setattr(policy, "plan", plan)
+    registry = make_registry(time, batch_s=0.02)
+    await registry.report(whole("s"))
+    good, bad = await asyncio.gather(registry.ask(ask("a")), registry.ask(ask("bad")), return_exceptions=True)
+    assert isinstance(good, Plan)
+    assert ({"s": ALL}, OverflowError) == (parts(good), type(bad))

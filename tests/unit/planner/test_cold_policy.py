@@ -229,3 +229,18 @@ def test_a_batch_behind_a_seed_that_drains_reads_storage_once() -> None:
     assert [] == violations(fleet, demands, decisions, NOW)
     assert 1 == sum(bool(each.storage) for each in decisions.values())
     assert WEIGHTS not in {each.weights_id for each in decisions.values()}
+
+
+def test_after_a_loader_that_made_no_seed_each_runs_its_own() -> None:
+    """Nobody stands behind a loader any more: it gave nothing, and one after another would take for ever."""
+    arrivals = targets(3, storage=(LOADER,))
+    assert {target.instance_id: {"loader": ALL} for target in arrivals} == together(
+        replace(group(), alone=True), *arrivals
+    )
+
+
+def test_what_is_read_from_one_storage_is_told_once() -> None:
+    """A target that goes on with a part, and is given another, reads one storage."""
+    target = loading("t", storage=(SNAPSHOT,))
+    asked = Demand("fork-t", target, {}, (Share("t", ((0, 3),)),))
+    assert [(SNAPSHOT, ALL)] == list(plan(group(), [asked], NOW)["fork-t"].storage)

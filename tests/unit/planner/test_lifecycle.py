@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from planner.problems import ProblemError
@@ -10,13 +12,16 @@ from planner.store.base import Change, Conflict, StoreUnavailable
 from planner.store.memory import MemoryStore
 from rfork.wire import ForkFinish, ForkProgress, MayExit, Plan, Share
 from tests.unit.planner.builders import (
+    CHECKPOINT,
     CHUNKS,
     OTHER_LAYOUT,
     OTHER_WEIGHTS,
+    SNAPSHOT,
     FakeTime,
     ask,
     fault,
     make_registry,
+    offers,
     report,
     whole,
 )
@@ -297,3 +302,67 @@ async def test_what_a_target_reads_now_is_checked(registry: Registry) -> None:
     with pytest.raises(ProblemError) as refused:
         await registry.ask(ask("a").model_copy(update={"current": current}))
     assert (422, "invalid-request") == (refused.value.status, refused.value.slug)
+
+
+async def test_one_target_with_bad_memory_quarantines_nobody(registry: Registry) -> None:
+    """To one that says it of a second source nobody listens, nor to what it said of the first."""
+    for name in "stu":
+        await registry.report(whole(name))
+    plan = await registry.ask(ask("a"))
+    lies = tuple(fault(route.source_id, "SourceCorrupt") for route in plan.routes)
+    await registry.ask(ask("a", faults=lies))
+    assert 1 < len(lies)
+    assert [""] * 3 == [registry.instance(name).quarantine for name in "stu"]
+
+
+async def test_a_drain_in_the_window_of_a_batch_holds(time: FakeTime) -> None:
+    """The plan that comes after it puts the report onto what is known then."""
+    registry = make_registry(time, batch_s=0.02)
+    await registry.report(report("a"))
+    asking = asyncio.create_task(registry.ask(ask("a")))
+    await asyncio.sleep(0)
+    await registry.drain("a")
+    await asking
+    assert registry.instance("a").drained
+
+
+async def test_a_removal_in_the_window_of_a_batch_holds(time: FakeTime) -> None:
+    """Who was removed meanwhile is told so, and is not there again."""
+    registry = make_registry(time, batch_s=0.02)
+    await registry.report(report("a"))
+    asking = asyncio.create_task(registry.ask(ask("a")))
+    await asyncio.sleep(0)
+    await registry.remove("a")
+    with pytest.raises(ProblemError, match="was removed"):
+        await asking
+    assert None is registry.state.instance("a")
+
+
+async def test_of_two_drains_of_the_last_two_one_is_refused(time: FakeTime) -> None:
+    """The store takes the first; the second looks again, and finds that it is the last."""
+    store = WeakStore(time)
+    registry = make_registry(time, store)
+    for name in "st":
+        await registry.report(whole(name))
+    await registry.drain("t")
+    store.failures, store.error = 1, Conflict()
+    with pytest.raises(ProblemError, match="last that holds"):
+        await registry.drain("s")
+
+
+async def test_a_fenced_source_is_not_gone_back_to(registry: Registry) -> None:
+    """Its generation changed and its fork has ended: the one that read from it is sent elsewhere."""
+    await registry.report(whole("s"))
+    await chain(registry, "ab")
+    await registry.finish("fork-a", ForkFinish(outcome="fallback", seconds=1, bytes_read=0))
+    await registry.report(report("a", generation=1))
+    plan = await registry.ask(ask("b", faults=(fault("a", "SourceChanged"),)))
+    assert {"s": ((0, 12),)} == routes(plan)
+
+
+async def test_a_storage_that_failed_and_is_offered_no_more_leaves_the_others(registry: Registry) -> None:
+    """Its snapshot is broken: the same instance is elected to read its checkpoint."""
+    both = offers(SNAPSHOT, CHECKPOINT)
+    await registry.ask(ask("a", storage=both))
+    plan = await registry.ask(ask("a", faults=(fault("a", "StorageError", "storage"),), storage=both[1:]))
+    assert ["checkpoint"] == [read.kind for read in plan.storage]

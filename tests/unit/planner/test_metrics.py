@@ -8,7 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from planner.metrics import REFUSALS, Metrics
 from planner.store.records import ForkRecord, InstanceRecord, Read
-from rfork.wire import ForkFinish, InstanceState, Rank, StorageRead
+from rfork.fields import InstanceState
+from rfork.wire import ForkFinish, Rank, StorageRead
 from tests.unit.planner.builders import fault, whole
 
 WHOLE = ((0, 12),)

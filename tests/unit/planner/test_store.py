@@ -11,7 +11,8 @@ from planner.store.memory import MemoryStore
 from planner.store.records import ForkRecord
 from planner.store.redis import RedisStore
 from rfork.errors import MissingExtra, SettingsError
-from rfork.wire import ForkState, Rank
+from rfork.fields import ForkState
+from rfork.wire import Rank
 from tests.unit.planner.builders import FakeTime
 from tests.unit.planner.records import GROUP, fork, instance
 

@@ -20,7 +20,8 @@ TIMES = st.floats(min_value=0, max_value=2e9) | st.just(float("inf"))
 CHUNK_RANGES = st.lists(
     st.tuples(st.integers(0, CHUNKS), st.integers(0, CHUNKS)), max_size=4
 ).map(normalise)  # fmt: skip
-TEXTS = st.text(max_size=20)
+PRINTABLE = st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"])
+TEXTS = st.text(PRINTABLE, max_size=20)
 OFFERS = st.lists(
     st.builds(StorageOffer, kind=st.sampled_from(["snapshot", "loader"]), uri=TEXTS), max_size=2
 ).map(tuple)  # fmt: skip
@@ -34,7 +35,7 @@ INSTANCE_RECORDS = st.builds(
         state=st.sampled_from(["loading", "serving", "draining"]),
         storage=OFFERS,
         egress_rate=st.none() | st.integers(1, 1 << 40),
-        model=st.text(min_size=1, max_size=20),
+        model=st.text(PRINTABLE, min_size=1, max_size=20),
         rank=st.builds(Rank, dp=st.integers(0, 3)),
     ),
     seen_at=TIMES,

@@ -31,6 +31,7 @@ def contents(
         instances={each.report.instance_id: each for each in instances},
         forks={each.fork_id: each for each in forks},
         versions={GROUP: 7},
+        floor=3,
         ended=ended,
     )
 
@@ -66,7 +67,18 @@ def test_each_change_is_applied_once(mirror: Mirror) -> None:
     entry = Entry(1, Body(forks=(("f", FORKS.patch(None, fork("f"))),), group=group_text(GROUP), version=7))
     mirror.apply(entry)
     mirror.apply(entry)
-    assert (["f"], 1, 8, 0) == (heard, mirror.applied, mirror.version(GROUP), mirror.version(("m", "other")))
+    assert (["f"], 1, 1, 3) == (heard, mirror.applied, mirror.version(GROUP), mirror.version(("m", "other")))
+
+
+def test_a_group_that_nobody_is_in_loses_its_version(mirror: Mirror) -> None:
+    """Its next version is above all that it had: what was decided before is refused."""
+    there = []
+    mirror.apply(Entry(1, new(instance("a"))))
+    mirror.apply(Entry(2, Body(forks=(("f", FORKS.patch(None, fork("f"))),), group=group_text(GROUP))))
+    there.append((mirror.emptied_by(()), mirror.emptied_by(("a",)), mirror.version(GROUP)))
+    mirror.apply(Entry(3, Body(gone=("a",), emptied=(group_text(GROUP),))))
+    there.append((mirror.emptied_by(()), mirror.emptied_by(("a",)), mirror.version(GROUP)))
+    assert [([], [GROUP], 2), ([], [], 3)] == there
 
 
 def test_a_gap_is_told_and_changes_nothing(mirror: Mirror) -> None:

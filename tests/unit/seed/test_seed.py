@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -211,8 +212,40 @@ def test_a_relay_without_a_manifest_tells_digests() -> None:
         seed.board.begin("files")
         seed.board.mark(0, b"0" * 16)
         seed.board.mark(1, b"1" * 16)
-        seed.say_loading(True)
-        assert Progress(((1, 2),), False, (b"1" * 16,), "files", None, True) == seed.news(((0, 1),))
+        assert Progress(((1, 2),), False, (b"1" * 16,), "files") == seed.news(((0, 1),))
+
+
+@pytest.mark.parametrize("relayed", [True, False])
+def test_storage_that_is_read_is_told_by_its_age(relayed: bool) -> None:
+    """Readers hear how long ago it gave something, by the time they are told; and when nobody reads."""
+    with made(ChunkBoard(IMAGE.layout.chunks)) as seed:
+        began = time.monotonic()
+        seed.say_reading(lambda: began - 5.0, relayed=relayed)
+        told = seed.news(()).reading
+        most = time.monotonic() - began + 5.0
+        seed.say_reading(None)
+        assert told is not None
+        assert (True, relayed, None) == (5.0 <= told.idle_s <= most, told.relayed, seed.news(()).reading)
+
+
+def test_readers_are_woken_when_storage_has_advanced_by_a_while() -> None:
+    """Not for each block, and not for what only was told once more."""
+    heard: list[float] = []
+    with made(ChunkBoard(IMAGE.layout.chunks)) as seed, seed.on_change(lambda: heard.append(at)):
+        for at in (100.0, 100.5, 101.0, 101.5, 101.5):
+            seed.say_reading(partial(float, at))
+    assert [100.0, 101.0] == heard
+
+
+def test_a_seed_that_drains_goes_on_draining() -> None:
+    """New weights, or the end of its own fork, do not bring readers back to an instance that is to go."""
+    with made() as seed:
+        seed.drain(0.0)
+        states = [seed.report().state]
+        for change in (seed.fence, seed.reseal, seed.serve):
+            change()
+            states.append(seed.report().state)
+    assert ["draining"] * 4 == states
 
 
 def test_a_sealed_relay_tells_its_weights() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from rfork.errors import SettingsError, StorageError
 from rfork.storage.files import MOST_BUFFERS, Cursor, DataFile, path_of
 
+NEVER_S = 60.0
 CONTENT = bytes(range(256)) * 20
 
 
@@ -77,3 +80,30 @@ def test_other_uris_are_refused(uri: str) -> None:
     """Only files of this machine."""
     with pytest.raises(SettingsError):
         path_of(uri)
+
+
+def test_a_file_stays_open_until_its_last_read_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that hangs, and is left behind, never sees another file under its descriptor."""
+    path = tmp_path / "data"
+    path.write_bytes(b"abc")
+    file, reads, go_on, got = DataFile(path), threading.Event(), threading.Event(), bytearray(3)
+    preadv = os.preadv
+
+    def slow(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        reads.set()
+        go_on.wait(NEVER_S)
+        return preadv(descriptor, views, offset)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    thread = threading.Thread(target=file.read, args=(0, [memoryview(got)]))
+    thread.start()
+    reads.wait(NEVER_S)
+    file.close()
+    open_while_read = os.path.exists(f"/proc/self/fd/{file._descriptor}")
+    go_on.set()
+    thread.join()
+    with pytest.raises(StorageError, match="closed"):
+        file.part(0, 1)
+    assert (b"abc", True) == (bytes(got), open_while_read)

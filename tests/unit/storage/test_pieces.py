@@ -194,7 +194,26 @@ def other_table() -> tuple[dict[str, torch.Tensor], nn.Module]:
     return state(), model
 
 
-@pytest.mark.parametrize("changed", [other_values, other_table])
+def one_norm() -> tuple[dict[str, torch.Tensor], nn.Module]:
+    content = state()
+    content["scale"][1] += 1
+    return content, Model()
+
+
+def a_matrix(place: int) -> Callable[[], tuple[dict[str, torch.Tensor], nn.Module]]:
+    def changed() -> tuple[dict[str, torch.Tensor], nn.Module]:
+        content = state()
+        content["layers.7.weight"].view(-1)[place] += 1
+        return content, Model()
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [other_values, other_table, one_norm, a_matrix(0), a_matrix(ROOM // 8), a_matrix(-1)],
+    ids=["all values", "a computed table", "a norm", "a matrix's begin", "its middle", "its end"],
+)
 def test_other_bytes_have_another_origin(
     tmp_path: Path, changed: Callable[[], tuple[dict[str, torch.Tensor], nn.Module]]
 ) -> None:

@@ -153,3 +153,23 @@ def test_a_snapshot_that_cannot_be_written(tmp_path: Path) -> None:
     """A folder that does not exist is an error of storage."""
     with pytest.raises(StorageError, match="nowhere"):
         write_snapshot(HELD, MANIFEST, tmp_path / "nowhere" / "model.safetensors")
+
+
+def test_two_that_write_one_snapshot_do_not_mix(tmp_path: Path) -> None:
+    """Whoever is last has written a whole one, and nothing is left lying about."""
+    path = tmp_path / "model.safetensors"
+    other, begun = made(2), False
+
+    def write_too(nbytes: int) -> None:
+        nonlocal begun
+        if not begun:
+            begun = True
+            write_snapshot(other, other.manifest(), path)
+
+    write_snapshot(HELD, MANIFEST, path, write_too)
+    snapshot = open_(path)
+    snapshot.close()
+    assert (MANIFEST.weights_id, {path, manifest_path(path)}) == (
+        snapshot.manifest.weights_id,
+        set(tmp_path.iterdir()),
+    )

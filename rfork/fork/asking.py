@@ -1,0 +1,78 @@
+"""One fork's questions to the planner. Runs on the target.
+
+What this instance could read by itself is said only once the planner knows of nobody to read from: a
+fork that has sources then never waits for a disk.
+"""
+
+from __future__ import annotations
+
+from rfork.control.client import PlannerClient
+from rfork.fork.cold import Offers
+from rfork.fork.explain import explain_mismatch
+from rfork.fork.report import Stopwatch
+from rfork.logs import logger
+from rfork.peer.base import Dial
+from rfork.seed.seed import Seed
+from rfork.settings import Settings
+from rfork.wire import ForkRequest, Plan, Share, SourceFault
+
+log = logger(__name__)
+
+COMPARE_S = 1.0
+"""Most seconds for a word on why no seed fits, while those that wait for this instance's storage wait."""
+
+
+class Asking:
+    """Asks for plans; see `rfork.fork.puller.Replan`."""
+
+    def __init__(
+        self,
+        fork_id: str,
+        planner: PlannerClient,
+        seed: Seed,
+        offers: Offers,
+        dial: Dial,
+        settings: Settings,
+        watch: Stopwatch,
+    ) -> None:
+        self._fork_id = fork_id
+        self._planner = planner
+        self._seed = seed
+        self._offers = offers
+        self._dial = dial
+        self._settings = settings
+        self._watch = watch
+        self._compared: set[str] = set()
+
+    def __call__(self, faults: tuple[SourceFault, ...], current: tuple[Share, ...]) -> Plan:
+        """The planner's plan. Raises as `PlannerClient.ask`, and NoSource where all hold other layouts."""
+        plan = self._ask(faults, current)
+        if not (plan.routes or plan.storage) and self._open():
+            plan = self._ask((), current)
+        if plan.other_layout is not None:
+            self._explain(plan)
+        return plan
+
+    def _ask(self, faults: tuple[SourceFault, ...], current: tuple[Share, ...]) -> Plan:
+        request = ForkRequest(
+            fork_id=self._fork_id, instance=self._seed.report(), faults=faults, current=current
+        )
+        with self._watch.phase("plan"):
+            return self._planner.ask(request)
+
+    def _open(self) -> bool:
+        with self._watch.phase("offer"):
+            found = self._offers.open()
+        self._seed.storage = self._offers.told
+        return found
+
+    def _explain(self, plan: Plan) -> None:
+        other, reads = plan.other_layout, bool(plan.routes or plan.storage)
+        if other is None or (reads and other.source_id in self._compared):
+            return
+        self._compared.add(other.source_id)
+        patience_s = min(COMPARE_S, self._settings.stall_s) if reads else self._settings.stall_s
+        difference = explain_mismatch(other, self._seed.image.layout, self._dial, patience_s)
+        if not reads:
+            raise difference
+        log.warning("read from storage, since no seed fits", detail=str(difference))

@@ -1,0 +1,18 @@
+"""When a fork has to end. Runs on the target."""
+
+from __future__ import annotations
+
+
+class Deadline:
+    """`at` is a `time.monotonic()` value, read by every thread of one fork.
+
+    As long as this instance reads its own storage, for all that wait behind it, and that advances, it
+    is put off: whoever would have to read everything again later is no better off.
+    """
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def put_off(self, until: float) -> None:
+        """Not before `until`."""
+        self.at = max(self.at, until)

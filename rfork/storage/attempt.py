@@ -1,0 +1,58 @@
+"""A call that may hang for ever, on a thread that can be left behind. Runs on the target."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from rfork.errors import StorageError
+
+Result = TypeVar("Result")
+
+
+class Attempt(Generic[Result]):
+    """Calls `work` at once; what comes after nobody waits any more is given to `undo`."""
+
+    def __init__(self, name: str, work: Callable[[], Result], undo: Callable[[Result], None]) -> None:
+        self._name = name
+        self._work = work
+        self._undo = undo
+        self._began = time.monotonic()
+        self._changed = threading.Condition()
+        self._results: list[Result] = []
+        self._error: Exception | None = None
+        self._given_up = False
+        threading.Thread(target=self._run, name="rfork-attempt", daemon=True).start()
+
+    def result(self, until: float | None = None) -> Result:
+        """What `work` returned or raised; StorageError where it has not ended at `until` (monotonic)."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._results or self._error is not None,
+                max(0.0, until - time.monotonic()) if until is not None else None,
+            )
+            if self._error is not None:
+                raise self._error
+            if not self._results:
+                self._given_up = True
+                waited = time.monotonic() - self._began
+                raise StorageError(f"{self._name}: gave nothing for {waited:.1f} s")
+            return self._results[0]
+
+    def _run(self) -> None:
+        try:
+            result = self._work()
+        except Exception as error:  # raised where the result is waited for
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+            return
+        with self._changed:
+            late = self._given_up
+            if not late:
+                self._results.append(result)
+                self._changed.notify_all()
+        if late:
+            self._undo(result)

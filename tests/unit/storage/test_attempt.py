@@ -1,0 +1,41 @@
+"""Calls that may hang: their result, their error, or an end to the wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from rfork.errors import CheckpointError, StorageError
+from rfork.storage.attempt import Attempt
+
+NEVER_S = 60.0
+
+
+def broken() -> int:
+    raise CheckpointError("not this one")
+
+
+def test_what_came_or_was_raised() -> None:
+    """A call that ends gives what it returned, or raises what it raised; nothing is undone."""
+    undone: list[int] = []
+    assert 7 == Attempt("seven", lambda: 7, undone.append).result()
+    with pytest.raises(CheckpointError, match="not this one"):
+        Attempt("broken", broken, undone.append).result(time.monotonic() + NEVER_S)
+    assert [] == undone
+
+
+def test_what_comes_too_late_is_undone() -> None:
+    """Nobody waits any more: what was opened is closed again."""
+    go_on, undone = threading.Event(), threading.Event()
+
+    def late() -> int:
+        go_on.wait(NEVER_S)
+        return 7
+
+    attempt = Attempt("late", late, lambda result: undone.set())
+    with pytest.raises(StorageError, match="late: gave nothing"):
+        attempt.result(time.monotonic())
+    go_on.set()
+    assert undone.wait(NEVER_S)

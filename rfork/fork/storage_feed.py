@@ -6,11 +6,10 @@ chunk can be read at once; what a peer's feed learns from its source, this one f
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
-
-import torch
 
 from rfork.errors import RforkError, SourceGone, StorageError
 from rfork.fork.blocks import Blocks
@@ -18,7 +17,6 @@ from rfork.fork.giver import Listener
 from rfork.image.digest import digest_bytes
 from rfork.image.memory import Image
 from rfork.storage.base import Storage, name_of
-from rfork.storage.files import Cursor
 from rfork.wire import StorageRead
 
 SMALL = 64 << 10
@@ -141,10 +139,15 @@ class StorageFeed:
 
 
 def _copy(block: memoryview, views: Sequence[memoryview]) -> None:
-    cursor = Cursor([block])
+    at = 0
     for view in views:
-        for part in cursor.take(view.nbytes):
-            if view.nbytes < SMALL:
-                view[:] = part
-            else:
-                torch.frombuffer(view, dtype=torch.uint8).copy_(torch.frombuffer(part, dtype=torch.uint8))
+        part = block[at : at + view.nbytes]
+        at += view.nbytes
+        if view.nbytes < SMALL:
+            view[:] = part
+        else:
+            ctypes.memmove(_address(view), _address(part), part.nbytes)
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -246,6 +246,28 @@ def test_a_source_lost_in_mid_fork(
         assert "fallback" == report["outcome"]
 
 
+@pytest.mark.parametrize("back", [True, False], ids=["restarted", "away"])
+def test_a_planner_lost_in_mid_fork(
+    fleet: Fleet, rfork_process: StartRfork, expected_sha256: str, back: bool
+) -> None:
+    """Killed, with or without another in its place: the fork finishes, and reads nothing twice."""
+    fleet.seed(rate=SLOW)
+    process = fleet.pull()
+    in_mid_fork(process)
+    fleet.planner.signal(signal.SIGKILL)
+    fleet.planner.wait()
+    if back:
+        rfork_process("planner", "--port", fleet.url.rpartition(":")[2], "--json", until=READY)
+    report = result(process)
+    assert ("forked", expected_sha256, 0) == (
+        report["outcome"],
+        report["sha256"],
+        report["bytes_repeated"],
+    )
+    if back:
+        assert ["finished"] == [view.state for view in fleet.client.forks(model="tiny")]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_in_mid_fork(fleet: Fleet, number: signal.Signals) -> None:
     """Ctrl-C, or an orderly end, is exit code 130; the planner has the lease back, the instance is gone."""

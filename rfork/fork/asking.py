@@ -54,6 +54,7 @@ class Asking:
         return plan
 
     def _ask(self, faults: tuple[SourceFault, ...], current: tuple[Share, ...]) -> Plan:
+        self._seed.storage = self._offers.told
         request = ForkRequest(
             fork_id=self._fork_id, instance=self._seed.report(), faults=faults, current=current
         )
@@ -62,9 +63,7 @@ class Asking:
 
     def _open(self) -> bool:
         with self._watch.phase("offer"):
-            found = self._offers.open()
-        self._seed.storage = self._offers.told
-        return found
+            return self._offers.open()
 
     def _explain(self, plan: Plan) -> None:
         other, reads = plan.other_layout, bool(plan.routes or plan.storage)

@@ -111,6 +111,10 @@ class Offers:
             return None
         return Attempt(way.name, lambda: opening(self._module, self._image, derived), _close)
 
+    def drop(self, name: str) -> None:
+        """Offer the way of that name (`KIND:URI`) no more."""
+        self.told = tuple(offer for offer in self.told if name_of(offer.kind, offer.uri) != name)
+
     def find(self, read: StorageRead) -> Storage:
         """The storage of a plan. Raises StorageError where this instance has none such."""
         self.open()

@@ -44,3 +44,7 @@ class Opening:
             instance_id=self.instance_id,
             host=self.settings.host,
         )
+
+    def give_up(self, name: str) -> None:
+        """The storage of that name failed: the planner is not told of it again."""
+        self.offers.drop(name)

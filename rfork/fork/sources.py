@@ -38,6 +38,10 @@ class Open(Protocol):
         """The feed of this instance's own storage."""
         ...
 
+    def give_up(self, name: str) -> None:
+        """The storage of that name failed: it is not to be offered again."""
+        ...
+
 
 class Sources:
     """Keeps the feeds in step with the plan and the schedule."""
@@ -110,7 +114,8 @@ class Sources:
         self._blame(feed.source_id, feed.instance_id, fault, error)
 
     def fail_storage(self, name: str, instance_id: str, error: RforkError) -> None:
-        """This instance cannot read the storage of that name: somebody else has to."""
+        """This instance cannot read the storage of that name: somebody else has to, or it reads another."""
+        self._opening.give_up(name)
         self._blame(name, instance_id, "storage", error)
 
     def _blame(self, name: str, instance_id: str, fault: Fault, error: RforkError) -> None:

@@ -258,6 +258,10 @@ class Ways:
     settings: Settings
     deadline: Deadline
     files: Mapping[str, Storage]
+    given_up: list[str] = field(default_factory=list)
+
+    def give_up(self, name: str) -> None:
+        self.given_up.append(name)
 
     def peer(self, route: Route, listener: Listener) -> Feed:
         transports = {"memory": MemoryTransport(self.fleet.network)}

@@ -195,6 +195,18 @@ def test_a_loader_that_fails_falls_back(fleet: Fleet, checkpoint: Path) -> None:
     assert [("target", "storage", "UserError")] == planner.script.faults
 
 
+def test_what_failed_is_offered_no_more(fleet: Fleet, checkpoint: Path) -> None:
+    """Of two ways the one that failed is gone from what the planner is told next."""
+
+    def broken(module: nn.Module) -> None:
+        raise ZeroDivisionError("a bug")
+
+    planner = planning(plan(), elected("loader"), plan(reason="nobody else"))
+    forked(fleet, Model(1.0), planner, [loader_fallback(broken), checkpoint_fallback(checkpoint)])
+    offered = [[offer.kind for offer in request.instance.storage] for request in planner.requests]
+    assert [[], ["loader", "checkpoint"], ["checkpoint"]] == offered
+
+
 def test_a_loader_that_puts_new_tensors_in_place_makes_no_seed(fleet: Fleet) -> None:
     """The module is loaded; those that wait are told that nothing comes from here."""
 

@@ -1,7 +1,7 @@
 """Arrivals within a short window share one plan: the first that asks waits for the others.
 
 Each batch stands behind the ones before it, so a rush of arrivals must not come to many batches: while
-they keep coming the window grows with the time since the first.
+several keep coming the window grows with the time since the first.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ class Batches:
         if self._open.get(group) is batch:
             del self._open[group]
         asked = list(batch.asked.values())
+        if len(asked) == 1:
+            self._rushes.pop(group, None)  # they come one after another: nobody is to wait long for nobody
         try:
             return dict(await self._plan(asked))
         except (ProblemError, StoreUnavailable):

@@ -48,7 +48,7 @@ class Registry:
             tuple(key.get_secret_value() for key in settings.secret), ttl_s=settings.lease_ttl_s, clock=clock
         )
         self._planning = Planning(settings, store, self._mint, metrics)
-        self._batches = Batches(settings.batch_s, self._planning.plan)
+        self._batches = Batches(settings.batch_s, self._planning.plan, clock.monotonic)
         self._next_sweep = 0.0
         self._settled_at: float | None = None
         """When every instance that there is has been heard of, if the planner knew none at its start."""

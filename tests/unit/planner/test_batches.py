@@ -202,3 +202,23 @@ async def test_a_request_that_cannot_be_planned_does_not_take_the_others_with_it
     good, bad = await asyncio.gather(registry.ask(ask("a")), registry.ask(ask("bad")), return_exceptions=True)
     assert isinstance(good, Plan)
     assert ({"s": ALL}, OverflowError) == (parts(good), type(bad))
+
+
+@pytest.mark.parametrize(("together", "expected"), [(1, [0.05] * 4), (3, [0.05, 0.25, 0.5, 0.75])])
+async def test_the_window_grows_only_while_several_keep_coming(
+    time: FakeTime, monkeypatch: pytest.MonkeyPatch, together: int, expected: list[float]
+) -> None:
+    """Half a second apart: those that come alone wait for nobody long."""
+    waited: list[float] = []
+    pause = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        await pause(0)
+
+    registry = make_registry(time, batch_s=0.05)
+    monkeypatch.setattr("planner.batches.asyncio.sleep", sleep)
+    for moment in range(4):
+        await asyncio.gather(*(registry.ask(ask(f"t{moment}-{each}")) for each in range(together)))
+        time.now += 0.5
+    assert expected == waited

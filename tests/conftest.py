@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,13 @@ def _no_rfork_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests see rfork's defaults, whatever the developer's shell exports."""
     for name in [name for name in os.environ if name.startswith("RFORK_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interrupts_are_heard() -> None:
+    """A shell that runs the tests in the background has them, and all they start, ignore SIGINT."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

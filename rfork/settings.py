@@ -179,7 +179,7 @@ class PlannerSettings(BaseSettings):
     store: str = Field("memory", description="`memory`, or redis://HOST:PORT/DB for several replicas")
     store_timeout_s: float = Field(2.0, gt=0, description="most seconds one call to the store may take")
     batch_s: float = Field(
-        0.05,
+        0.01,
         ge=0,
         description="seconds that the first of several arrivals waits, so that they share one plan",
     )

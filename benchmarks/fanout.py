@@ -46,7 +46,9 @@ from rfork.errors import RforkError
 SIZES: Final = (1, 3, 7, 15)
 IMAGE_MIB, QUICK_IMAGE_MIB = 256, 64
 RATE_MBIT: Final = 200.0
-ROUNDS, QUICK_ROUNDS = 3, 1
+ROUNDS, QUICK_ROUNDS = 5, 1
+BASELINE_ROUNDS: Final = 2
+"""Rounds, the first ones, in which the baselines run too: they take most of the time and hardly vary."""
 LIMIT: Final = Case("limit", 1)
 
 
@@ -71,9 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     hosts = list(dict.fromkeys(host for case in outcomes for host in (*case.seed_hosts, *case.target_hosts)))
     with Crew(hosts, size=lines.size, rate=lines.rate, delay_s=lines.delay_s) as crew:
         runner = Runner(crew)
-        harness.interleave(
-            {case.name: _contender(runner, case, kept) for case, kept in outcomes.items()}, options.rounds
-        )
+        everyone = {case: _contender(runner, case, kept) for case, kept in outcomes.items()}
+        with_baselines = min(BASELINE_ROUNDS, options.rounds)
+        for baselines, rounds in ((True, with_baselines), (False, options.rounds - with_baselines)):
+            harness.interleave(
+                {case.name: run for case, run in everyone.items() if baselines or not case.baseline}, rounds
+            )
     unit_s = median(outcome.longest_own(LIMIT.target_hosts) for outcome in outcomes.pop(LIMIT))
     rows = [limit_row(LIMIT, unit_s)]
     for case, runs in outcomes.items():

@@ -41,6 +41,11 @@ class Case:
         return f"{self.mode} {self.targets}{more}"
 
     @property
+    def baseline(self) -> bool:
+        """Whether it is there to be compared with."""
+        return self.mode in ("star", "doubling")
+
+    @property
     def undisturbed(self) -> bool:
         """Whether all links are alike, and all come at once."""
         return not self.late and not self.slow and self.seed_rate == 1

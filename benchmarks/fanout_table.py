@@ -29,6 +29,7 @@ def rows_of(case: Case, runs: Sequence[Outcome], size: int, unit_s: float) -> li
         {
             "case": case.name,
             "T in S/B": seconds / unit_s,
+            "runs": len(runs),
             "least": min(run.seconds for run in runs) / unit_s,
             "most": max(run.seconds for run in runs) / unit_s,
             "bound": case.bound,

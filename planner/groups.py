@@ -181,10 +181,10 @@ class LiveGroup:
             for share in demand.current:
                 yield share.source_id
         for content, alike in wanted.items():
-            # A draft may be sealed by now, and the newest members have told nothing yet.
+            # A draft may be sealed by now, and who follows one by its plan alone has told nothing yet.
             # Where no seed gives what is wanted, others may be reading other files by now.
             sealed = self.holders_of(layout_id).get(content, Holders()).seeds
-            fitting = [name for name in contents if name in (content, (None, None)) or not sealed]
+            fitting = [name for name in contents if name == content or name[0] is None or not sealed]
             for name in fitting:
                 yield from self._nearby(self._shelves[layout_id, name], alike)
             if not fitting:

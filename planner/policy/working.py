@@ -10,7 +10,7 @@ from typing import Final
 from planner.fleet import SLOW, Assignment, Decision, Demand, Group, Share, Source, Storage
 from rfork.image.ranges import Range, count, intersect, normalise, subtract
 
-FAR: Final = 16
+FAR: Final = 64
 """Sources up the line after which one that nobody reads from is taken to be fed: it closes no circle."""
 FREE: Final = 0.01
 """Load below which a source counts as idle."""

@@ -1,7 +1,8 @@
 """Arrivals within a short window share one plan: the first that asks waits for the others.
 
 Each batch stands behind the ones before it, so a rush of arrivals must not come to many batches: while
-several keep coming the window grows with the time since the first.
+several keep coming the window grows with the time since the first. A fork that comes alone is to wait
+for nobody: where nothing came just before, and nobody else has come after a moment, it is planned at once.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ LONGEST_S: Final = 1.0
 """The longest window: a fork lasts seconds, and one that waits does nothing."""
 GROWTH: Final = 0.5
 """Of the time since a rush began, the part that its next window lasts."""
+ALONE_S: Final = 0.002
+"""Requests that were sent together all arrive within so long of the first."""
 
 Plans = dict[str, Plan | Exception]
 PlanThem = Callable[[Sequence[Asked]], Awaitable[dict[str, Plan]]]
@@ -55,29 +58,39 @@ class Batches:
         batch = self._open.get(asked.group)
         if batch is None or len(batch.asked) >= MOST:
             batch = self._open[asked.group] = _Batch()
-            batch.task = asyncio.create_task(self._close(asked.group, batch, self._window_s(asked.group)))
+            batch.task = asyncio.create_task(self._close(asked.group, batch, self._waits_s(asked)))
         # An instance that asks under two ids means the later one.
         batch.asked[asked.target.report.instance_id] = asked
         # Shielded: a caller that hangs up must not end the others' plan.
         return _own(asked, await asyncio.shield(batch.task))
 
-    def _window_s(self, group: GroupKey) -> float:
-        now = self._monotonic()
+    def _waits_s(self, asked: Asked) -> tuple[float, float]:
+        """How long the batch that this request opens waits: if it stays alone, and then for others."""
+        now, group = self._monotonic(), asked.group
         rush = self._rushes.get(group)
-        if rush is None or now > rush.over_at:
+        first = rush is None or now > rush.over_at
+        if rush is None or first:
             self._rushes = {name: each for name, each in self._rushes.items() if now <= each.over_at}
             rush = self._rushes[group] = _Rush(now)
+        elif rush.alone_at is not None:
+            first = now - rush.alone_at > self._least_s
+            rush.began_at, rush.alone_at = now, None
         wait_s = window_s(now - rush.began_at, self._least_s)
         rush.over_at = now + wait_s + LONGEST_S
-        return wait_s
+        # Those that would read storage together gain more by sharing it than they lose by waiting.
+        alone_s = min(ALONE_S, wait_s) if first and not asked.target.report.storage else wait_s
+        return alone_s, wait_s - alone_s
 
-    async def _close(self, group: GroupKey, batch: _Batch, after_s: float) -> Plans:
-        await asyncio.sleep(after_s)
+    async def _close(self, group: GroupKey, batch: _Batch, waits_s: tuple[float, float]) -> Plans:
+        alone_s, others_s = waits_s
+        await asyncio.sleep(alone_s)
+        if others_s and len(batch.asked) > 1:
+            await asyncio.sleep(others_s)
         if self._open.get(group) is batch:
             del self._open[group]
         asked = list(batch.asked.values())
-        if len(asked) == 1:
-            self._rushes.pop(group, None)  # they come one after another: nobody is to wait long for nobody
+        if len(asked) == 1 and (rush := self._rushes.get(group)) is not None:
+            rush.alone_at = self._monotonic()
         try:
             return dict(await self._plan(asked))
         except (ProblemError, StoreUnavailable):
@@ -111,8 +124,13 @@ class _Batch:
 
 
 class _Rush:
-    """Arrivals that follow one another closely."""
+    """Arrivals that follow one another closely.
+
+    `alone_at`: when the last batch was closed, if it was of one. They come one after another then, and
+    nobody is to wait long for nobody.
+    """
 
     def __init__(self, began_at: float) -> None:
         self.began_at = began_at
         self.over_at = began_at
+        self.alone_at: float | None = None

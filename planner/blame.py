@@ -65,7 +65,7 @@ def judge(
         blames[fault.instance_id] = Blame(why, now + quarantine_s, generation, wrong)
         if generation is None or generation == accused.report.generation:
             once[fault.instance_id] = why
-        if fork is None or fault.instance_id not in fork.read_from:
+        if fork is None or fault.instance_id not in fork.read_from - {fork.instance_id}:
             continue
         if fault.error == GONE:
             accused = replace(accused, missing=True)

@@ -144,6 +144,8 @@ class Demand:
     """Instances that failed this fork, and how; its own id stands for its own storage."""
     current: tuple[Share, ...] = ()
     """What it reads now, to be kept while that is good."""
+    elected: bool = False
+    """Whether it was to read its own storage by any plan before: others may wait for it to."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,8 @@ class Decision:
     storage: tuple[tuple[Storage, tuple[Range, ...]], ...] = ()
     """What it is elected to read by itself, for itself and for all that wait behind it."""
     full: bool = False
-    """Whether asking again soon may give (more) routes: a source has no place now, or waits for its own."""
+    """Whether asking again soon may give (more) routes: a source has no place now, or waits for its own, or
+    may come to read storage."""
     other_layout: str | None = None
     """Whom to compare with (instance_id), where all that hold the model hold another layout."""
 

@@ -169,7 +169,10 @@ class Planning:
                     rank=fork.rank.key, again=asked.old is not None, together=len(batch),
                     sources=[read.source_id for read in fork.reads], reason=fork.reason,
                 )  # fmt: skip
-            return {fork.fork_id: self._wire(fork, decisions[fork.fork_id]) for fork in forks}
+            return {
+                fork.fork_id: self._wire(fork, decisions[fork.fork_id], forgotten=self._forgotten(asked, now))
+                for asked, fork in zip(batch, forks, strict=True)
+            }
         raise busy()
 
     def renewed(self, fork: ForkRecord) -> ProgressAck:
@@ -188,7 +191,16 @@ class Planning:
                 and not source.source.complete
             ):
                 ask_again = f"source {read.source_id} falls behind"
+            elif self._lost(source, fork.planned_at):
+                ask_again = f"source {read.source_id} has nobody to read from any more"
         return ProgressAck(leases=leases, ask_again=ask_again)
+
+    def _lost(self, source: InstanceRecord, since: float) -> bool:
+        """Whether a relay was found to have nobody to read from: who waits for it could read storage."""
+        if source.source.complete:
+            return False
+        fork = self._store.state.live_fork_of(source.report.instance_id)
+        return fork is not None and fork.planned_at > since and not (fork.reads or fork.storage)
 
     def _demand(self, asked: Asked, now: float) -> Demand:
         state, verdict = self._store.state, asked.verdict
@@ -207,13 +219,15 @@ class Planning:
             current = []
         failed = {fault.instance_id for fault in asked.request.faults}
         current = [share for share in current if share.source_id not in failed]
-        return Demand(asked.fork_id, asked.target.source, blamed, tuple(current))
+        elected = asked.old is not None and own in asked.old.read_from
+        return Demand(asked.fork_id, asked.target.source, blamed, tuple(current), elected)
 
     def _record(
         self, asked: Asked, decision: Decision, came: Mapping[str, InstanceRecord], now: float
     ) -> ForkRecord:
         report, old = asked.target.report, asked.old
         sources = [each.source_id for each in decision.assignments]
+        sources += [report.instance_id] if decision.storage else []
         return ForkRecord(
             fork_id=asked.fork_id,
             instance_id=report.instance_id,
@@ -241,9 +255,16 @@ class Planning:
             read_from=(old.read_from if old else frozenset()).union(sources),
         )
 
-    def _wire(self, fork: ForkRecord, decision: Decision) -> Plan:
+    def _forgotten(self, asked: Asked, now: float) -> bool:
+        """Whether the fork began by plans that nobody here knows of: its sources will be heard of soon."""
+        old = asked.old
+        known = old is not None and (old.read_from or now >= old.asked_at + self._settings.heartbeat_s)
+        return asked.urgent and not known
+
+    def _wire(self, fork: ForkRecord, decision: Decision, *, forgotten: bool) -> Plan:
         other = None if decision.other_layout is None else Read(decision.other_layout, (), (), 0)
         routes = [self._route(fork.fork_id, read) for read in fork.reads]
+        again = decision.full or (forgotten and not (fork.reads or fork.storage))
         return Plan(
             fork_id=fork.fork_id,
             weights_id=decision.weights_id,
@@ -251,7 +272,7 @@ class Planning:
             routes=tuple(route for route in routes if route is not None),
             storage=fork.storage,
             reason=decision.reason,
-            retry_after_s=RETRY_S if decision.full or None in routes else None,
+            retry_after_s=RETRY_S if again or None in routes else None,
             other_layout=self._route(fork.fork_id, other) if other is not None else None,
         )
 

@@ -50,6 +50,7 @@ class Option:
 
 def attach(working: Working, demand: Demand, candidates: Iterable[Source]) -> Decision:
     """Assign what the target misses; `demand.target` names the weights that are wanted."""
+    candidates = list(candidates)
     missing = subtract([(0, demand.target.chunk_count)], demand.target.verified)
     working.release(demand)
     demand, storage = _still_from_storage(demand, missing)
@@ -75,7 +76,7 @@ def attach(working: Working, demand: Demand, candidates: Iterable[Source]) -> De
         reason = reasons.how(working, target, assignments, storage)
     else:
         reason = reasons.all_refused(target, obstacles)
-    again = bool(rest and (full or assignments or storage))
+    again = bool(rest and (full or assignments or storage or _may_read(working, demand, candidates)))
     return Decision(
         target.weights_id, assignments, reason, draft=target.draft, storage=merged(storage), full=again
     )
@@ -119,6 +120,23 @@ def _still_from_peers(
             kept.append((source, chunks))
             rest = subtract(rest, chunks)
     return kept
+
+
+def _may_read(working: Working, demand: Demand, candidates: Iterable[Source]) -> bool:
+    """Whether one of those that wait too could read the weights from its storage: it will, once it asks.
+
+    Most have not said what they could read, as they had somebody to read from: so where the target was
+    elected to, and cannot any more, those that wait for it are taken to have some.
+    """
+    target = demand.target
+    return any(
+        not source.complete
+        and working.known(source)
+        and same_weights(source, target)
+        and not unfit(source, demand, working.now)
+        and (demand.elected or readable_by_itself(replace(target, storage=source.storage), beside=True))
+        for source in candidates
+    )
 
 
 def _options(

@@ -137,7 +137,7 @@ class ForkRecord:
     """Given up by the planner, not ended by the target: it may ask again."""
     blames: Mapping[str, Blame] = field(default_factory=dict)
     read_from: frozenset[str] = frozenset()
-    """Every instance that any of its plans named."""
+    """Every instance that any of its plans named; its own id stands for its own storage."""
 
     @property
     def group(self) -> GroupKey:

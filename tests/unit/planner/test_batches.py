@@ -204,21 +204,36 @@ async def test_a_request_that_cannot_be_planned_does_not_take_the_others_with_it
     assert ({"s": ALL}, OverflowError) == (parts(good), type(bad))
 
 
-@pytest.mark.parametrize(("together", "expected"), [(1, [0.05] * 4), (3, [0.05, 0.25, 0.5, 0.75])])
+WAITS = [
+    (1, 0.5, (), [0.002] * 4),
+    (1, 0.04, (), [0.002, 0.05, 0.05, 0.05]),
+    (1, 0.5, (SNAPSHOT,), [0.05] * 4),
+    (3, 0.5, (), [0.002, 0.048, 0.25, 0.5, 0.75]),
+    (3, 0.5, (SNAPSHOT,), [0.05, 0.25, 0.5, 0.75]),
+]
+
+
+@pytest.mark.parametrize(("together", "apart_s", "storage", "expected"), WAITS)
 async def test_the_window_grows_only_while_several_keep_coming(
-    time: FakeTime, monkeypatch: pytest.MonkeyPatch, together: int, expected: list[float]
+    time: FakeTime,
+    monkeypatch: pytest.MonkeyPatch,
+    together: int,
+    apart_s: float,
+    storage: Any,
+    expected: list[float],
 ) -> None:
-    """Half a second apart: those that come alone wait for nobody long."""
+    """Who comes alone waits for nobody long; hardly at all, with nobody just before and no storage."""
     waited: list[float] = []
     pause = asyncio.sleep
 
     async def sleep(seconds: float) -> None:
-        waited.append(seconds)
+        waited.append(round(seconds, 6))
         await pause(0)
 
     registry = make_registry(time, batch_s=0.05)
     monkeypatch.setattr("planner.batches.asyncio.sleep", sleep)
     for moment in range(4):
-        await asyncio.gather(*(registry.ask(ask(f"t{moment}-{each}")) for each in range(together)))
-        time.now += 0.5
+        names = [f"t{moment}-{each}" for each in range(together)]
+        await asyncio.gather(*(registry.ask(ask(name, storage=offers(*storage))) for name in names))
+        time.now += apart_s
     assert expected == waited

@@ -115,6 +115,25 @@ def test_one_whose_own_storage_failed_is_not_elected_again() -> None:
     assert [{"t01": ALL}, {"checkpoint": ALL}] == [routes(decisions[each.fork_id]) for each in demands]
 
 
+@pytest.mark.parametrize(
+    ("elected", "storage", "waits"),
+    [
+        (True, (), True),
+        (False, (CHECKPOINT,), True),
+        (False, (OTHER_CHECKPOINT,), False),
+        (False, (), False),
+    ],
+)
+def test_one_waits_for_who_waits_for_it_and_could_read_storage(
+    elected: bool, storage: tuple[Storage, ...], waits: bool
+) -> None:
+    """Who says so could; and where one was elected and cannot, who has not been asked: they will be."""
+    fleet = group(follower("a", (0, 5)), follower("b", (0, 4), storage=storage), reads={"b": {"a": ALL}})
+    asked = replace(demand(follower("a", (0, 5))), elected=elected)
+    decision = plan(fleet, [asked], NOW)[asked.fork_id]
+    assert ({}, waits) == (routes(decision), decision.full)
+
+
 def test_with_a_seed_at_hand_nobody_reads_storage() -> None:
     """Not even those that could."""
     reads = together(group(seed("s")), *targets(3, storage=(SNAPSHOT,)))

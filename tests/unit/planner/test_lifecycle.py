@@ -14,6 +14,7 @@ from rfork.wire import ForkFinish, ForkProgress, MayExit, Plan, Share
 from tests.unit.planner.builders import (
     CHECKPOINT,
     CHUNKS,
+    ORIGIN,
     OTHER_LAYOUT,
     OTHER_WEIGHTS,
     SNAPSHOT,
@@ -358,6 +359,59 @@ async def test_a_fenced_source_is_not_gone_back_to(registry: Registry) -> None:
     await registry.report(report("a", generation=1))
     plan = await registry.ask(ask("b", faults=(fault("a", "SourceChanged"),)))
     assert {"s": ((0, 12),)} == routes(plan)
+
+
+async def test_a_fork_that_outlived_the_planners_memory_waits_for_those_it_read_from(
+    registry: Registry, time: FakeTime
+) -> None:
+    """They are heard of within a heartbeat; who comes anew, or asks after that, hears that nobody is here."""
+    lost = await registry.ask(ask("a", (0, 5), faults=(fault("s", "SourceStalled"),)))
+    fresh = await registry.ask(ask("n", model="other"))
+    time.now += 4
+    again = await registry.ask(ask("a", (0, 5)))
+    time.now += 1
+    late = await registry.ask(ask("a", (0, 5)))
+    assert [True, False, True, False] == [
+        plan.retry_after_s is not None for plan in (lost, fresh, again, late)
+    ]
+
+
+async def test_a_fork_whose_sources_all_died_does_not_wait_for_them(registry: Registry) -> None:
+    """The planner knew them: nobody else will be heard of."""
+    await chain(registry, "a")
+    await registry.remove("s")
+    plan = await registry.ask(ask("a", (0, 5), faults=(fault("s", "SourceGone"),)))
+    assert ([], None) == (list(plan.routes), plan.retry_after_s)
+
+
+async def test_who_waits_for_a_reader_whose_storage_failed_reads_on_in_its_place(
+    registry: Registry, time: FakeTime
+) -> None:
+    """The reader waits, its follower is told to ask again, and from then on it is the other way round."""
+    await registry.ask(ask("a", storage=offers(CHECKPOINT)))
+    await registry.ask(ask("b"))
+    before = (await registry.progress("fork-b", chunks(4))).ask_again
+    time.now += 1
+    failed = (fault("a", "StorageError", "storage"),)
+    waits = [
+        await registry.ask(ask("a", (0, 5), faults=faults, weights_id=None, draft=ORIGIN))
+        for faults in (failed, ())
+    ]
+    told = (await registry.progress("fork-b", chunks(4))).ask_again
+    time.now += 1
+    instead = await registry.ask(ask("b", (0, 4), storage=offers(CHECKPOINT), weights_id=None, draft=ORIGIN))
+    again = await registry.ask(ask("a", (0, 5), weights_id=None, draft=ORIGIN))
+    assert (
+        (None, "source a has nobody to read from any more"),
+        [({}, True)] * 2,
+        ({"a": ((4, 5),)}, [((5, CHUNKS),)]),
+        {"b": ((5, CHUNKS),)},
+    ) == (
+        (before, told),
+        [(routes(plan), plan.retry_after_s is not None) for plan in waits],
+        (routes(instead), [read.chunks for read in instead.storage]),
+        routes(again),
+    )
 
 
 async def test_a_storage_that_failed_and_is_offered_no_more_leaves_the_others(registry: Registry) -> None:

@@ -23,6 +23,7 @@ from rfork.cli.options import (
 )
 from rfork.errors import ModelError, StorageError
 from rfork.image import ranges
+from rfork.image.chunks import Chunks
 from rfork.settings import Settings
 from rfork.wire import ForkProgress
 
@@ -71,9 +72,10 @@ def pull(
 
             def show(progress: ForkProgress, image_bytes: int) -> None:
                 verified = ranges.count(progress.verified)
-                bar.update(
-                    min(progress.bytes_read, image_bytes), image_bytes, f"({verified} chunks verified)"
-                )
+                # What was here from a process that died is verified, and was not read.
+                there = verified * image_bytes // max(1, len(Chunks.of(image_bytes)))
+                done = min(max(progress.bytes_read, there), image_bytes)
+                bar.update(done, image_bytes, f"({verified} chunks verified)")
 
             report = engine.fork(
                 module,

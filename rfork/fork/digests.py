@@ -64,6 +64,7 @@ class Digests:
         if self.manifest is not None and self.manifest.weights_id == manifest.weights_id:
             return
         self.manifest = manifest
+        self._schedule.disclaim()  # what was claimed is of the manifest before
         wrong = [index for index, digest in self._board.digests.items() if digest != manifest.digests[index]]
         if wrong:
             self._board.begin(None)  # what is left is not what its files hold
@@ -122,6 +123,7 @@ class Digests:
     def drop_all(self, why: str) -> None:
         """Hold nothing and know nothing any more."""
         self.drop(list(ranges.indices(self._board.verified)), why)
+        self._schedule.disclaim()
         self.manifest = None
         self._board.begin(None)
         self._announced.clear()

@@ -134,6 +134,8 @@ class Feed:
             self.heard_at = time.monotonic()
             self._show_lease(peer)
             self._note_reading(news)
+            if self._reader is not None:
+                self._reader.hold_to(news.rate)
             if news.chunks:
                 self.advanced_at = self.heard_at
             if news.weights_id is not None and news.weights_id != known:

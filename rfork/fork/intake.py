@@ -14,6 +14,7 @@ from rfork.errors import RforkError, SourceChanged, SourceGone
 from rfork.fork.deadline import Deadline
 from rfork.fork.digests import Digests
 from rfork.fork.giver import Giver
+from rfork.fork.resume import Resume
 from rfork.fork.schedule import Schedule
 from rfork.fork.sources import Open, Sources
 from rfork.image.board import ChunkBoard
@@ -31,6 +32,7 @@ class Intake:
         schedule: Schedule,
         digests: Digests,
         opening: Open,
+        resume: Resume,
         deadline: Deadline,
     ) -> None:
         """`changed` is the puller's lock and its bell; `deadline` the fork's own."""
@@ -43,6 +45,7 @@ class Intake:
         self._board = board
         self._schedule = schedule
         self._digests = digests
+        self._resume = resume
         self._deadline = deadline
 
     def on_manifest(self, feed: Giver, manifest: Manifest) -> None:
@@ -57,6 +60,7 @@ class Intake:
                     f"{feed.address}: holds weights {manifest.weights_id}, this fork is of {expected}"
                 )
             self._digests.learn(manifest)
+            self._resume.know(manifest)
             self._changed.notify_all()
 
     def on_draft(self, feed: Giver, draft: str, digests: Mapping[int, bytes]) -> None:

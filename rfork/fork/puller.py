@@ -22,6 +22,7 @@ from rfork.fork.deadline import Deadline
 from rfork.fork.digests import Digests, Giving
 from rfork.fork.intake import Intake
 from rfork.fork.report import Pulled, SourceShare
+from rfork.fork.resume import Resume
 from rfork.fork.schedule import Schedule
 from rfork.fork.sources import Open
 from rfork.fork.whole import LoadWhole, Whole
@@ -32,6 +33,7 @@ from rfork.image.ranges import Range
 from rfork.logs import logger
 from rfork.settings import Settings
 from rfork.storage.base import name_of
+from rfork.storage.spool import Spool
 from rfork.wire import Lease, Plan, Share, SourceFault
 
 log = logger(__name__)
@@ -53,9 +55,9 @@ class Puller:
     `opening` makes the (not yet started) feeds of a plan; `replan` asks the planner for a (new) one;
     `load_whole` is called on the caller's thread where the planner elected this instance to run its
     loader; `giving` is told the manifest before the first chunk that was checked against it is given.
-    `identity` is this instance's id and host. Without a manifest, a fork that did not read all its
-    chunks from files of its own waits at the end for whoever did: only that one can tell that they
-    belong together.
+    `identity` is this instance's id and host; `spool` is taken from as `rfork.fork.resume` says. Without
+    a manifest, a fork that did not read all its chunks from files of its own waits at the end for whoever
+    did: only that one can tell that they belong together.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Puller:
         load_whole: LoadWhole,
         giving: Giving,
         deadline: Deadline,
+        spool: Spool | None = None,
     ) -> None:
         self._board = board
         self._settings = settings
@@ -80,7 +83,10 @@ class Puller:
         self._changed = threading.Condition()
         self._schedule = Schedule(len(self._chunks), board.verified)
         self._digests = Digests(image, board, self._schedule, giving)
-        self._intake = Intake(self._changed, board, self._schedule, self._digests, opening, deadline)
+        self._resume = Resume(spool, image, board, settings, self._schedule, self._digests, self._changed)
+        self._intake = Intake(
+            self._changed, board, self._schedule, self._digests, opening, self._resume, deadline
+        )
         self._sources = self._intake.sources
         self._workers = Workers(
             image, board, settings, self._schedule, self._digests, self._intake, self._changed, deadline
@@ -102,6 +108,7 @@ class Puller:
         raises.
         """
         self._workers.start()
+        self._resume.start()
         try:
             self._watch_over()
         finally:
@@ -109,6 +116,7 @@ class Puller:
                 self._intake.stopping = True
                 feeds = self._sources.everyone
             self._workers.stop()
+            self._resume.stop()
             for feed in feeds:
                 feed.close()
             self._workers.join()
@@ -124,7 +132,9 @@ class Puller:
             times * (self._chunks[chunk][1] - self._chunks[chunk][0])
             for chunk, times in self._schedule.repeated.items()
         )
-        return Pulled(self.bytes_read, repeated, max(0, self._plans - 1), self.shares)
+        shares = sorted((*self.shares, *self._resume.share), key=lambda share: -share.verified_bytes)
+        replans = max(0, self._plans - 1)
+        return Pulled(self.bytes_read, repeated, replans, tuple(shares), self._resume.seconds)
 
     @property
     def shares(self) -> tuple[SourceShare, ...]:
@@ -181,6 +191,7 @@ class Puller:
             if whole is not None and not self._schedule.complete:
                 self._plans += 1
                 self._ask_again = None
+                self._resume.stop()  # the loader writes every byte
                 self._whole.load(whole)
                 lonely_since, retry_at = None, time.monotonic() + FIRST_RETRY_S
                 continue
@@ -210,6 +221,7 @@ class Puller:
             raise DeadlinePassed(
                 f"the deadline passed with {len(self._board)} of {len(self._chunks)} chunks verified"
             )
+        self._resume.look(now, self.bytes_read)
         self._sources.fail_stalled(now)
         at, relayed = self._sources.reading or (None, False)
         self._giving.say_reading((lambda: at) if at is not None else None, relayed=relayed)

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from rfork.seed.seed import Seed
 
 Outcome = Literal["forked", "fallback"]
+RESUME = "resume"
+"""The name under which a report says what was still here from a process that died."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceShare:
-    """What one source gave: a peer, or this instance's own storage under the name ``KIND:URI``."""
+    """What one source gave: a peer, own storage as ``KIND:URI``, or what was here (``resume``)."""
 
     source_id: str
     host: str
@@ -39,6 +41,13 @@ class Pulled:
     bytes_repeated: int
     replans: int
     sources: tuple[SourceShare, ...]
+    resume_s: float = 0.0
+    """Seconds in which chunks were taken from the spool of a process that died."""
+
+    @property
+    def resumed_bytes(self) -> int:
+        """Bytes that came from that spool."""
+        return sum(share.verified_bytes for share in self.sources if share.source_id == RESUME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +56,13 @@ class ForkReport:
 
     `outcome` is ``forked`` where the planner's plan gave every chunk (from peers or, where it elected
     this instance, from its own storage), ``fallback`` where this instance loaded them by itself after all.
-    `seconds` is the whole call; `phases` its parts (capture, offer, plan, transfer, fallback, digest).
+    `seconds` is the whole call; `phases` its parts (capture, offer, plan, transfer, resume, fallback,
+    digest).
     `bytes_read` counts the chunks that arrived, right or wrong, `bytes_repeated` those that had to be
     asked for again; `storage_bytes` is what this instance read from storage, for those that waited
     behind it or as its fallback (which counts as the whole image, besides what was read before).
+    `resumed_bytes` were still here from a process that died before it had all (setting `resume`); they
+    count in none of the others.
     `efficiency` is the transfer's rate over the best rate that it had for about a second, None where it
     was too short to tell. `reasons` has one line for each failure on the way. `seed` is this process's
     giving side, still open: close it, or leave it to the end of the process.
@@ -87,6 +99,11 @@ class ForkReport:
         """Bytes that this instance read from its own storage, as elected or as its fallback."""
         return sum(share.verified_bytes for share in self.sources if source_kind(share.source_id) != "peer")
 
+    @property
+    def resumed_bytes(self) -> int:
+        """Bytes that were still here from a process that died, and are right."""
+        return sum(share.verified_bytes for share in self.sources if share.source_id == RESUME)
+
     def to_dict(self) -> dict[str, object]:
         """All values, ready for JSON (the live `seed` is left out)."""
         values = {name: getattr(self, name) for name in self.__slots__ if name not in ("seed", "sources")}
@@ -94,6 +111,7 @@ class ForkReport:
             **values,
             "sources": [asdict(share) for share in self.sources],
             "storage_bytes": self.storage_bytes,
+            "resumed_bytes": self.resumed_bytes,
             "gb_per_s": self.gb_per_s,
         }
 
@@ -108,7 +126,10 @@ class ForkReport:
             if source_kind(share.source_id) == "peer"
             else share.source_id
             for share in self.sources
+            if share.source_id != RESUME
         )
+        if self.resumed_bytes:
+            givers = " and ".join(filter(None, (givers, f"{self.resumed_bytes / 1e9:.3f} GB that were here")))
         again = f", {self.bytes_repeated / 1e6:.1f} MB read again" if self.bytes_repeated else ""
         return (
             f"forked {size} in {self.seconds:.2f} s ({self.gb_per_s:.2f} GB/s) from {givers}; "
@@ -148,7 +169,8 @@ def finish_of(
         outcome=outcome,
         seconds=seconds,
         bytes_read=pulled.bytes_read,
-        sources={share.source_id: share.verified_bytes for share in sources},
+        # What was still here was given by nobody.
+        sources={share.source_id: share.verified_bytes for share in sources if share.source_id != RESUME},
         fallback=report.fallback if report is not None else None,
         efficiency=report.efficiency if report is not None else None,
         reasons=tuple(f"{type(error).__name__}: {error}" for error in reasons),

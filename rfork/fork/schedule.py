@@ -1,8 +1,8 @@
 """Which chunk is read next, and from whom: the state of one fork, without threads, clocks or sockets.
 
 The puller holds its lock around every call here. A chunk is in one of these states: verified; in
-flight (one reader fills it); assigned to a source by the newest plan; unassigned (its source failed,
-and a new plan is wanted).
+flight (one reader fills it); assigned to a source by the newest plan, or by a claim, which plans do not
+change; unassigned (its source failed, and a new plan is wanted).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Schedule:
         self.chunk_count = chunk_count
         self._verified = set(ranges.indices(verified))
         self._assigned: dict[int, str] = {}
+        self._claimed: dict[int, str] = {}
         self._in_flight: dict[int, str] = {}
         self._readable: dict[str, set[int]] = {}
         self._ready: dict[str, list[int]] = {}  # heaps; what is no longer true of an entry is seen in `take`
@@ -43,7 +44,7 @@ class Schedule:
             for source, parts in routes.items()
             for chunk in ranges.indices(parts)
             if chunk not in self._verified
-        }
+        } | self._claimed
         self._ready = {}
         for source in routes:
             self._readable.setdefault(source, set())
@@ -81,6 +82,31 @@ class Schedule:
         self._attempts[chunk] = self._attempts.get(chunk, 0) + 1
         return Read(source, chunk)
 
+    def claim(self, source_id: str, chunks: Iterable[int]) -> None:
+        """These are read from a source that no plan names, whatever plans say; not what is in flight."""
+        for chunk in chunks:
+            if chunk not in self._verified and chunk not in self._in_flight:
+                self._assigned[chunk] = self._claimed[chunk] = source_id
+
+    def take_claimed(self) -> Read | None:
+        """The next read of a claimed chunk, now in flight; None: all are in flight, or there is none."""
+        chunk = next((chunk for chunk in self._claimed if chunk not in self._in_flight), None)
+        if chunk is None:
+            return None
+        source = self._in_flight[chunk] = self._claimed[chunk]
+        return Read(source, chunk)
+
+    @property
+    def claimed(self) -> list[int]:
+        """What `take_claimed` has still to give, in order."""
+        return [chunk for chunk in self._claimed if chunk not in self._in_flight]
+
+    def disclaim(self, chunks: Iterable[int] | None = None) -> None:
+        """These chunks, or all, are claimed no more: a new plan says from whom they are read."""
+        for chunk in list(self._claimed if chunks is None else chunks):
+            if self._claimed.pop(chunk, None) is not None:
+                self._assigned.pop(chunk, None)
+
     def _queue(self, chunk: int) -> None:
         """Have the chunk taken, if its source is known and it can be read from there."""
         source = self._assigned.get(chunk)
@@ -97,6 +123,7 @@ class Schedule:
         """The read ended with the right bytes."""
         self._in_flight.pop(read.chunk, None)
         self._assigned.pop(read.chunk, None)
+        self._claimed.pop(read.chunk, None)
         self._verified.add(read.chunk)
 
     def dropped(self, read: Read) -> None:
@@ -118,6 +145,7 @@ class Schedule:
         """Every chunk was verified by other means; nothing is in flight."""
         self._verified.update(range(self.chunk_count))
         self._assigned.clear()
+        self._claimed.clear()
 
     @property
     def shares(self) -> dict[str, tuple[Range, ...]]:

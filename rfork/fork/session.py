@@ -28,6 +28,7 @@ from rfork.fork.asking import Asking
 from rfork.fork.cold import Offers, Rebound
 from rfork.fork.deadline import Deadline
 from rfork.fork.fallback import Derived, Fallback, fall_back
+from rfork.fork.keeper import Keeper
 from rfork.fork.opening import Opening
 from rfork.fork.progress import Meter, OnProgress, Reporter
 from rfork.fork.puller import Puller
@@ -110,14 +111,18 @@ class ForkSession:
             serve_peer=self._serve_peer,
         ).start()
         reasons: list[RforkError] = []
+        keeper = Keeper(self._settings.resume, self._identity, image, board).start()
         try:
-            return self._fill(image, board, seed, derived, reasons)
+            report = self._fill(image, board, seed, keeper, derived, reasons)
+            keeper.close(remove=True)
+            return report
         except BaseException as error:
             ended: Outcome = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             known = error.reasons if isinstance(error, NothingLeft) else ()
             try:
                 self._finish(ended, known or (*reasons, error))
             finally:
+                keeper.close(remove=False)
                 seed.close()
             raise
 
@@ -126,16 +131,18 @@ class ForkSession:
         image: Image,
         board: ChunkBoard,
         seed: Seed,
+        keeper: Keeper,
         derived: Derived | None,
         reasons: list[RforkError],
     ) -> ForkReport:
         way: Fallback | None = None
         try:
-            self._pull(image, board, seed, derived, reasons)
+            self._pull(image, board, seed, keeper, derived, reasons)
         except Rebound as loaded:
             way = loaded.way
         except (ForkFailed, NetworkError, DeadlinePassed) as error:
             reasons.append(error)
+            keeper.halt()
             # Whoever reads from this relay must not see what the fallback writes over it.
             seed.fence()
             with self._watch.phase("fallback"):
@@ -165,7 +172,9 @@ class ForkSession:
         reasons: Sequence[RforkError],
     ) -> ForkReport:
         manifest, layout, pulled = seed.manifest, image.layout, self._pulled
-        transfer_s = self._watch.phases.get("transfer", 0.0)
+        phases = self._watch.phases | ({"resume": pulled.resume_s} if pulled.resume_s else {})
+        transfer_s = phases.get("transfer", 0.0)
+        fetched = layout.image_bytes - pulled.resumed_bytes
         return ForkReport(
             fork_id=self._fork_id,
             instance_id=self._identity.instance_id,
@@ -177,14 +186,14 @@ class ForkSession:
             chunks=len(layout.chunks),
             chunks_verified=len(board) if self._settings.verify or way is not None else 0,
             seconds=self._watch.seconds,
-            phases={phase: round(seconds, 4) for phase, seconds in self._watch.phases.items()},
+            phases={phase: round(seconds, 4) for phase, seconds in phases.items()},
             bytes_read=pulled.bytes_read,
             bytes_repeated=pulled.bytes_repeated,
             replans=pulled.replans,
             sources=pulled.sources
             if way is None
             else with_read(pulled.sources, way, layout, self._settings.host),
-            efficiency=self._meter.efficiency(layout.image_bytes, transfer_s) if way is None else None,
+            efficiency=self._meter.efficiency(fetched, transfer_s) if way is None else None,
             fallback=way.name if way is not None else None,
             reasons=tuple(f"{error.kind}: {error}" for error in reasons),
             seed=seed,
@@ -199,6 +208,7 @@ class ForkSession:
         image: Image,
         board: ChunkBoard,
         seed: Seed,
+        keeper: Keeper,
         derived: Derived | None,
         reasons: list[RforkError],
     ) -> None:
@@ -228,6 +238,7 @@ class ForkSession:
                 load_whole=offers.load_whole,
                 giving=seed,
                 deadline=self._deadline,
+                spool=keeper.spool,
             )
             reporter = Reporter(self._fork_id, planner, puller, board, self._on_progress)
             self._meter = reporter.meter

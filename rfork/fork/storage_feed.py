@@ -6,21 +6,18 @@ chunk can be read at once; what a peer's feed learns from its source, this one f
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from rfork.errors import RforkError, SourceGone, StorageError
 from rfork.fork.blocks import Blocks
 from rfork.fork.giver import Listener
 from rfork.image.digest import digest_bytes
+from rfork.image.host_memory import copy_block
 from rfork.image.memory import Image
 from rfork.storage.base import Storage, name_of
 from rfork.wire import StorageRead
-
-SMALL = 64 << 10
-"""Bytes under which a plain copy is the quickest; a larger one leaves the interpreter to others."""
 
 
 class StorageFeed:
@@ -78,7 +75,7 @@ class StorageFeed:
             raise SourceGone(f"{self.address}: is not read yet")
         for at, block in self._blocks.read(self._storage, begin, end):
             with self._image.writable(at, at + block.nbytes) as views:
-                _copy(block, views)
+                copy_block(block, views)
 
     def check(self, now: float, *, starved: bool) -> RforkError | None:
         """A read that gives nothing for so long hangs: somebody else has to read."""
@@ -136,18 +133,3 @@ class StorageFeed:
         for at, block in self._blocks.read(storage, begin, end):
             scratch[at - begin : at - begin + block.nbytes] = block
         return digest_bytes([scratch]) == digest
-
-
-def _copy(block: memoryview, views: Sequence[memoryview]) -> None:
-    at = 0
-    for view in views:
-        part = block[at : at + view.nbytes]
-        at += view.nbytes
-        if view.nbytes < SMALL:
-            view[:] = part
-        else:
-            ctypes.memmove(_address(view), _address(part), part.nbytes)
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))

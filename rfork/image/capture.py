@@ -61,14 +61,16 @@ def image_of(tensors: Mapping[str, torch.Tensor]) -> Image:
     rank = {name: place for place, name in enumerate(sorted(tensors, key=natural))}
     regions = sorted(_regions(tensors, rank), key=lambda region: (-region.alignment, rank[region.names[0]]))
     specs: list[TensorSpec] = []
+    dtypes: dict[torch.dtype, str] = {}
     offset = 0
     for region in regions:
         for name in region.names:
-            specs.append(_spec(name, tensors[name], offset + tensors[name].data_ptr() - region.begin))
+            tensor = tensors[name]
+            specs.append(_spec(name, tensor, offset + tensor.data_ptr() - region.begin, dtypes))
         offset += region.end - region.begin
-    specs += [_spec(name, tensor, 0) for name, tensor in tensors.items() if tensor.numel() == 0]
+    specs += [_spec(name, tensor, 0, dtypes) for name, tensor in tensors.items() if tensor.numel() == 0]
     specs.sort(key=lambda spec: (spec.offset, rank[spec.name]))
-    return Image(Layout(tuple(specs), offset), [_bytes_of(region, tensors) for region in regions])
+    return Image(Layout(specs, offset), [_bytes_of(region, tensors) for region in regions])
 
 
 def natural(name: str) -> tuple[tuple[str | int, ...], str]:
@@ -103,29 +105,36 @@ class _Region:
 
 def _regions(tensors: Mapping[str, torch.Tensor], rank: Mapping[str, int]) -> list[_Region]:
     """One region for each set of tensors that overlap in memory; neighbours that only touch are two."""
-    spans = sorted(
-        (str(tensor.device), tensor.data_ptr(), _length(tensor), name)
-        for name, tensor in tensors.items()
-        if tensor.numel()
-    )
-    groups: list[list[str]] = []
-    bounds: list[tuple[str, int, int]] = []
-    for device, begin, length, name in spans:
-        if bounds and bounds[-1][0] == device and begin < bounds[-1][2]:
-            groups[-1].append(name)
-            bounds[-1] = (device, bounds[-1][1], max(bounds[-1][2], begin + length))
-        else:
-            groups.append([name])
-            bounds.append((device, begin, begin + length))
-    return [
-        _Region(
-            begin,
-            end,
-            max(tensors[name].itemsize for name in names),
-            tuple(sorted(names, key=rank.__getitem__)),
-        )
-        for names, (_, begin, end) in zip(groups, bounds, strict=True)
-    ]
+    placed: dict[torch.device, list[tuple[int, int, str]]] = {}
+    for name, tensor in tensors.items():
+        if length := _length(tensor):
+            begin = tensor.data_ptr()
+            placed.setdefault(tensor.device, []).append((begin, begin + length, name))
+    regions: list[_Region] = []
+    for spans in placed.values():
+        spans.sort()
+        first, reached = 0, spans[0][1]
+        for place, (begin, end, _) in enumerate(spans):
+            if begin >= reached:
+                regions.append(_region(spans[first:place], reached, tensors, rank))
+                first = place
+            reached = max(reached, end)
+        regions.append(_region(spans[first:], reached, tensors, rank))
+    return regions
+
+
+def _region(
+    spans: Sequence[tuple[int, int, str]],
+    end: int,
+    tensors: Mapping[str, torch.Tensor],
+    rank: Mapping[str, int],
+) -> _Region:
+    """The region of tensors (first and past last byte, name) that overlap, up to address `end`."""
+    if len(spans) == 1:  # nearly always
+        begin, _, name = spans[0]
+        return _Region(begin, end, tensors[name].itemsize, (name,))
+    names = sorted((name for _, _, name in spans), key=rank.__getitem__)
+    return _Region(spans[0][0], end, max(tensors[name].itemsize for name in names), tuple(names))
 
 
 def _bytes_of(region: _Region, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -139,14 +148,21 @@ def _bytes_of(region: _Region, tensors: Mapping[str, torch.Tensor]) -> torch.Ten
     raise UnsupportedTensor(region.names[0], f"overlaps {region.names[-1]!r}, which lies in another storage")
 
 
-def _spec(name: str, tensor: torch.Tensor, offset: int) -> TensorSpec:
+def _spec(name: str, tensor: torch.Tensor, offset: int, dtypes: dict[torch.dtype, str]) -> TensorSpec:
+    """`dtypes` keeps the words for types, which cost more than all else here."""
+    dtype = dtypes.get(tensor.dtype)
+    if dtype is None:
+        dtype = dtypes[tensor.dtype] = str(tensor.dtype).removeprefix("torch.")
     shape = tuple(tensor.shape)
     # Strides of dimensions with one element mean nothing; two loaders may well disagree on them.
     stride = contiguous_stride(shape) if tensor.is_contiguous() else tuple(tensor.stride())
-    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), shape, stride, offset)
+    return TensorSpec(name, dtype, shape, stride, offset)
 
 
 def _length(tensor: torch.Tensor) -> int:
+    """The bytes from its first element through its last; 0 when it has none."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     return span_of(tensor.shape, tensor.stride(), tensor.itemsize)
 
 

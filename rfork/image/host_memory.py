@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 
 HUGE_PAGE = 2 << 20
 MADV_HUGEPAGE = 14
 PYBUF_WRITE = 0x200
+SMALL = 64 << 10
+"""Bytes under which a plain copy is the quickest; a larger one leaves the interpreter to others."""
 
 _view_of_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_of_memory.restype = ctypes.py_object
@@ -18,6 +21,18 @@ def host_view(address: int, length: int) -> memoryview:
     """A writable view (format 'B') of `length` bytes; valid only as long as that memory is."""
     view: memoryview = _view_of_memory(address, length, PYBUF_WRITE)
     return view
+
+
+def copy_block(block: memoryview, views: Sequence[memoryview]) -> None:
+    """Copy a writable block into as many bytes of views, in order."""
+    at = 0
+    for view in views:
+        part = block[at : at + view.nbytes]
+        at += view.nbytes
+        if view.nbytes < SMALL:
+            view[:] = part
+        else:
+            ctypes.memmove(_address(view), _address(part), part.nbytes)
 
 
 def advise_huge_pages(address: int, length: int) -> int:
@@ -34,3 +49,7 @@ def advise_huge_pages(address: int, length: int) -> int:
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return whole if madvise(begin, whole, MADV_HUGEPAGE) == 0 else 0
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 from rfork.image.chunks import Chunks
+from rfork.image.specs import Specs, TensorSpec
+
+__all__ = ["Layout", "TensorSpec"]
 
 LAYOUT_DOMAIN = b"rfork-layout-v1\n"
+HASHED_AT_ONCE = 4096
+"""Specs in one update of the hash: their text is never there as a whole."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One named tensor of an image.
-
-    `dtype` is torch's name without the ``torch.`` prefix; `shape` and `stride` count elements;
-    `offset` is the image offset, in bytes, of the element at index (0, …, 0). Specs whose bytes
-    overlap are aliases of one storage (tied weights, views).
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def describe(self) -> str:
-        """What a person needs to tell two specs apart, on one line."""
-        return f"{self.dtype}{list(self.shape)} stride {list(self.stride)} at byte {self.offset}"
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Layout:
     """The ordered tensor specs of one image and its size in bytes.
 
@@ -41,17 +26,22 @@ class Layout:
     their allocators chose.
     """
 
-    tensors: tuple[TensorSpec, ...]
+    tensors: Specs
     image_bytes: int
+
+    def __init__(self, tensors: Iterable[TensorSpec], image_bytes: int) -> None:
+        """`Specs` are kept as they are: whoever made them adds no more."""
+        object.__setattr__(self, "tensors", tensors if isinstance(tensors, Specs) else Specs(tensors))
+        object.__setattr__(self, "image_bytes", image_bytes)
 
     @cached_property
     def layout_id(self) -> str:
         """SHA-256 over the size and all specs, as 32 hex digits."""
         state = hashlib.sha256(LAYOUT_DOMAIN)
         state.update(b"%d\n" % self.image_bytes)
-        for spec in self.tensors:
-            state.update(json.dumps([spec.name, spec.dtype, spec.shape, spec.stride, spec.offset]).encode())
-            state.update(b"\n")
+        lines = self.tensors.json_lines(", ")
+        while some := list(islice(lines, HASHED_AT_ONCE)):
+            state.update("\n".join([*some, ""]).encode())
         return state.hexdigest()[:32]
 
     @cached_property
@@ -61,24 +51,10 @@ class Layout:
 
     def differences(self, other: Layout) -> Iterator[str]:
         """Each difference to `other` on one line, in canonical order; "here" is self, "there" is other."""
-        return (line for line, _ in self._compare(other))
-
-    def _compare(self, other: Layout) -> Iterator[tuple[str, bool]]:
-        """Each difference, and whether it is one in kind (not only in offset)."""
-        ours = {spec.name for spec in self.tensors}
-        theirs = {spec.name: spec for spec in other.tensors}
-        for spec in self.tensors:
-            match = theirs.get(spec.name)
-            if match is None:
-                yield f"{spec.name}: here {spec.describe()}, there no such tensor", True
-            elif match != spec:
-                kind = (spec.dtype, spec.shape, spec.stride) != (match.dtype, match.shape, match.stride)
-                yield f"{spec.name}: here {spec.describe()}, there {match.describe()}", kind
-        for spec in other.tensors:
-            if spec.name not in ours:
-                yield f"{spec.name}: here no such tensor, there {spec.describe()}", True
+        for here, there in self.tensors.differing(other.tensors):
+            yield _line(here, there)
         if self.image_bytes != other.image_bytes:
-            yield f"image size: here {self.image_bytes} bytes, there {other.image_bytes} bytes", False
+            yield f"image size: here {self.image_bytes} bytes, there {other.image_bytes} bytes"
 
     def first_difference(self, other: Layout) -> str | None:
         """The difference that explains the mismatch best, or None when the layouts are equal.
@@ -86,9 +62,13 @@ class Layout:
         A tensor of another dtype or shape shifts the offset of all that follow it, so a difference
         in kind is preferred over one in offset alone.
         """
-        fallback: str | None = None
-        for line, kind_differs in self._compare(other):
-            if kind_differs:
-                return line
-            fallback = fallback or line
-        return fallback
+        for here, there in self.tensors.differing(other.tensors):
+            if here is None or there is None or here[1:4] != there[1:4]:
+                return _line(here, there)
+        return next(self.differences(other), None)
+
+
+def _line(here: TensorSpec | None, there: TensorSpec | None) -> str:
+    name = here.name if here is not None else there.name if there is not None else ""
+    told = [spec.describe() if spec is not None else "no such tensor" for spec in (here, there)]
+    return f"{name}: here {told[0]}, there {told[1]}"

@@ -25,8 +25,8 @@ from rfork.image.capture import capture
 from rfork.image.chunks import MIB
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
+from rfork.peer.answers import PeerHost
 from rfork.peer.memory import MemoryPeer, MemoryService
-from rfork.peer.server import PeerHost
 from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
 from rfork.storage.snapshot import write_snapshot

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from rfork.errors import RforkError, SourceGone
+from rfork.control.lease import derive_key
+from rfork.errors import RforkError, SourceGone, SourceStalled
 from rfork.fork.deadline import Deadline
 from rfork.fork.feed import Feed
 from rfork.fork.giver import Giver
@@ -17,10 +18,10 @@ from rfork.image.manifest import Manifest
 from rfork.image.ranges import Range
 from rfork.peer.base import Dial, Peer
 from rfork.peer.memory import MemoryPeer
-from rfork.seed.seed import Seed
+from rfork.seed.seed import Identity, Seed
 from rfork.transport.base import TokenSource
 from rfork.transport.memory import MemoryTransport
-from tests.unit.fork.fleet import CHUNKS, NEVER_S, Fleet, image, lease, route, settings
+from tests.unit.fork.fleet import CHUNKS, NEVER_S, SECRET, Fleet, image, lease, route, settings
 
 ALL = (0, CHUNKS)
 
@@ -186,3 +187,26 @@ def test_when_a_source_counts_as_stalled(
     feed.heard_at, feed.advanced_at = 100.0 - silent_s, 100.0 - idle_s
     stall = feed.check(100.0, starved=starved)
     assert expected == (None if stall is None else str(stall).partition(": ")[2])
+
+
+def test_a_reader_keeps_to_the_rate_that_its_source_tells(fleet: Fleet) -> None:
+    """Told a byte a second where no code of the source holds it back, it gets a slice and then waits."""
+    fast = fleet.source("a", image(1))
+    seed = Seed(
+        fast.image,
+        Identity("model", instance_id="slow"),
+        settings(egress_rate=1),
+        [MemoryTransport(fleet.network, one_sided=True)],
+        manifest=fast.manifest,
+        serve_peer=fleet.peers.service,
+    )
+    with seed:
+        seed.learn_keys([derive_key(SECRET, "slow")])
+        heard = Heard()
+        feed = feed_of(fleet, seed, heard)
+        feed.start()
+        assert heard.offered.wait(NEVER_S)
+        with pytest.raises(SourceStalled, match="held back"):
+            feed.read(0, 2 << 20, time.monotonic() + 0.1)
+        feed.close()
+        feed.join()

@@ -470,7 +470,7 @@ def test_a_busy_source_is_passed_over(fleet: Fleet) -> None:
     """A source whose places are taken sends the fork elsewhere."""
     held = image(1)
     a, b = fleet.source("a", held, max_readers=1), fleet.source("b", held)
-    a.open_channel(a.check(lease(a, fork_id="other").token), held.layout.layout_id, ["memory"])
+    a.open_channel(a.check(lease(a, fork_id="other").token), held.layout.layout_id, ["memory"], "127.0.0.1")
     script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))])
     target = Target(fleet, script)
     target.run()

@@ -127,7 +127,7 @@ def test_excluded_names_are_left_out() -> None:
 def test_empty_module_gives_an_empty_image() -> None:
     """A module without tensors has a layout without tensors and no bytes."""
     layout = capture(nn.Module()).layout
-    assert ((), 0) == (layout.tensors, layout.image_bytes)
+    assert ([], 0) == (list(layout.tensors), layout.image_bytes)
 
 
 def test_tied_weights_are_one_region_with_two_names() -> None:

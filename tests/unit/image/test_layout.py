@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from rfork.image.layout import Layout, TensorSpec
@@ -14,11 +12,11 @@ B = TensorSpec("b", "int8", (4,), (1,), 16)
 A_HERE = "float32[2, 2] stride [2, 1] at byte 0"
 LAYOUT = Layout((A, B), 20)
 OTHERS = {
-    "name": Layout((replace(A, name="c"), B), 20),
-    "dtype": Layout((replace(A, dtype="int32"), B), 20),
-    "shape": Layout((replace(A, shape=(4, 1)), B), 20),
-    "stride": Layout((replace(A, stride=(1, 2)), B), 20),
-    "offset": Layout((A, replace(B, offset=17)), 20),
+    "name": Layout((A._replace(name="c"), B), 20),
+    "dtype": Layout((A._replace(dtype="int32"), B), 20),
+    "shape": Layout((A._replace(shape=(4, 1)), B), 20),
+    "stride": Layout((A._replace(stride=(1, 2)), B), 20),
+    "offset": Layout((A, B._replace(offset=17)), 20),
     "size": Layout((A, B), 21),
     "fewer": Layout((A,), 20),
     "order": Layout((B, A), 20),
@@ -57,7 +55,7 @@ def test_the_first_difference_is_one_clear_line(kind: str, expected: str | None)
 
 def test_a_difference_in_kind_explains_more_than_a_shifted_offset() -> None:
     """Of a wider tensor and the offsets it shifts, the wider tensor is named first."""
-    wider = Layout((replace(A, offset=8), replace(B, dtype="int16")), 28)
+    wider = Layout((A._replace(offset=8), B._replace(dtype="int16")), 28)
     assert (LAYOUT.first_difference(wider) or "").startswith("b: here int8[4]")
 
 
@@ -65,7 +63,7 @@ def test_differences_are_listed_from_both_sides() -> None:
     """Tensors that only one side has are listed for either side."""
     assert ["a: here", "c: here", "size"] == [
         line[:7] if not line.startswith("image") else "size"
-        for line in LAYOUT.differences(Layout((replace(A, name="c"), B), 24))
+        for line in LAYOUT.differences(Layout((A._replace(name="c"), B), 24))
     ]
     assert [] == list(LAYOUT.differences(LAYOUT))
 

@@ -17,7 +17,7 @@ from rfork.errors import StorageError
 from rfork.image import safetensors_header
 from rfork.image.capture import capture, image_of
 from rfork.image.memory import Image
-from rfork.image.safetensors_header import header, header_length, layout_of, weights_id_of
+from rfork.image.safetensors_header import header, header_length, layout_of, live_header, weights_id_of
 from tests.unit.image.modules import Recipe, build, recipes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
@@ -129,3 +129,18 @@ def test_a_header_nobody_could_read_is_not_written(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(safetensors_header, "LONGEST_HEADER", 1000)
     with pytest.raises(StorageError, match="readers take 1000"):
         header(image_of({"a": torch.zeros(1)}).layout)
+
+
+def test_a_live_image_names_its_tensors() -> None:
+    """What a seed serves is a file that safetensors opens by tensor."""
+    layout = image_of({"a": torch.zeros(3), "b": torch.zeros(2)}).layout
+    assert header(layout) == live_header(layout)
+
+
+def test_a_live_image_of_too_many_tensors_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It still is a file of safetensors, whose one tensor is all the bytes."""
+    monkeypatch.setattr(safetensors_header, "MOST_NAMED", 1)
+    layout = image_of({"a": torch.zeros(3), "b": torch.zeros(2)}).layout
+    data = bytes(range(layout.image_bytes))
+    tensors = load(live_header(layout) + data)
+    assert {"image": data} == {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}

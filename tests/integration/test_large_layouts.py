@@ -1,0 +1,54 @@
+"""A million tensors in 100 GB: what the control path of a fork takes, on both sides."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.integration.large_layout import LAST
+
+CPU_S = 10
+"""The kernel ends a side that takes more."""
+MOST_BYTES = 10**9
+"""Of memory at any time, torch included."""
+NEVER_S = 120.0
+
+
+@contextmanager
+def side(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """One side's process, under the limit of processor time, ended with the block."""
+    command = [sys.executable, "-m", "tests.integration.large_layout", *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
+        try:
+            resource.prlimit(process.pid, resource.RLIMIT_CPU, (CPU_S, CPU_S))
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_million_tensors() -> None:
+    """Layouts are hashed, streamed and compared, a fork is planned and told: within 10 s and 1 GB a side."""
+    with side("source") as giving:
+        if giving.stdout is None:
+            raise RuntimeError("started without a pipe")
+        said = json.loads(giving.stdout.readline() or "{}")
+        assert {"address", "token", "report_bytes", "chunks", "segments"} == said.keys()
+        with side("target", said["address"], said["token"]) as taking:
+            told, taking_cost = (
+                json.loads(line) for line in taking.communicate(timeout=NEVER_S)[0].splitlines()
+            )
+            assert 0 == taking.returncode
+        giving_cost = json.loads(giving.communicate(timeout=NEVER_S)[0])
+        assert 0 == giving.returncode
+    print({"source": giving_cost, "target": taking_cost})
+    assert f"{LAST}: here float16[128, 16]" == told["difference"].partition(" stride")[0]
+    assert ("True", said["chunks"]) == (told["differs"], told["verified"])
+    assert 1 == said["segments"]  # what one-sided transports tell is of the size of the memory's runs
+    # What is told again and again is of the size of the chunks, of which there are 374.
+    assert [] == [size for size in (said["report_bytes"], told["progress_bytes"]) if size > 4096]
+    assert [] == [cost for cost in (giving_cost, taking_cost) if cost["peak_bytes"] > MOST_BYTES]

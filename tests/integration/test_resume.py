@@ -1,0 +1,186 @@
+"""Real processes that are killed in mid-fork and started again: only what is missing is fetched."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from rfork.control.client import PlannerClient
+from rfork.engines.transformers import loaded_model
+from rfork.fork.keeper import name_of
+from rfork.image.capture import capture
+from rfork.image.memory import Image
+from rfork.image.proof import image_sha256
+from rfork.seed.seed import Identity
+from rfork.storage.claim import claim
+from tests.conftest import StartRfork
+from tests.processes import RforkProcess
+
+SLOW = str(2 << 20)
+"""Bytes a second at which the tiny model (9 MB) takes seconds: time to kill whoever reads it."""
+READY = r'"event": ?"ready"'
+SHARED_MEMORY = Path("/dev/shm")
+
+Report = dict[str, object]
+
+
+class Fleet:
+    """A planner, seeds, and targets that keep what they have in one folder."""
+
+    def __init__(self, start: StartRfork, model: Path, folder: Path) -> None:
+        self._start = start
+        self._model = model
+        self.folder = folder
+        environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "3"}
+        planner = start("planner", "--port", "0", "--json", until=READY, environment=environment)
+        self.url = cast(str, json.loads(planner.wait_for(rf"^.*{READY}.*$").group())["url"])
+        self.client = PlannerClient(self.url)
+
+    def seed(self, model: Path | None = None, *, rate: str | None = SLOW) -> RforkProcess:
+        """A seed, slow unless told otherwise."""
+        arguments = ["seed", str(model or self._model), "--name", "tiny", "--planner", self.url, "--json"]
+        arguments += ["--egress-rate", rate] if rate is not None else []
+        return self._start(*arguments, until=READY, environment={"RFORK_TRANSPORTS": "http"})
+
+    def pull(self) -> RforkProcess:
+        """A target."""
+        arguments = ["pull", str(self._model), "--name", "tiny", "--planner", self.url, "--json", "--sha256"]
+        more = {"RFORK_TRANSPORTS": "http", "RFORK_WINDOW": "1", "RFORK_RESUME": str(self.folder)}
+        return self._start(*arguments, environment=more)
+
+    def killed(self, chunks: int) -> None:
+        """Start a target, and kill it once it has verified so many chunks of eight, but not all."""
+        process = self.pull()
+        process.wait_for(rf"\([{chunks}-7] chunks verified\)")
+        process.signal(signal.SIGKILL)
+        process.wait()
+
+    def kept(self, image: Image) -> list[int]:
+        """The chunks that the next target finds, with the bytes of this image."""
+        spool = claim(self.folder, name_of(Identity("tiny")), image.layout)
+        records = spool.records
+        spool.close()
+        return sorted(chunk for chunk, digest in records.items() if digest == image.digest(chunk))
+
+
+def result(process: RforkProcess) -> Report:
+    """The report of a pull that ended well."""
+    assert 0 == process.wait()
+    return cast(Report, json.loads(process.stdout))
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """An empty folder: on disk, or where a test says so in shared memory."""
+    if getattr(request, "param", "disk") == "disk":
+        yield tmp_path
+        return
+    if not SHARED_MEMORY.is_dir():
+        pytest.skip("NO /dev/shm: a resume from shared memory is NOT tested")
+    made = Path(tempfile.mkdtemp(prefix="rfork-test-", dir=SHARED_MEMORY))
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def fleet(rfork_process: StartRfork, tiny_model: Path, folder: Path) -> Iterator[Fleet]:
+    """A planner that knows nobody yet."""
+    made = Fleet(rfork_process, tiny_model, folder)
+    yield made
+    made.client.close()
+
+
+@pytest.fixture(scope="module")
+def right(tiny_model: Path) -> Image:
+    """What a target must hold."""
+    return capture(loaded_model(tiny_model))
+
+
+def nbytes(image: Image, chunks: list[int]) -> int:
+    return sum(end - begin for begin, end in (image.layout.chunks[chunk] for chunk in chunks))
+
+
+@pytest.mark.parametrize("folder", ["disk", "shared memory"], indirect=True)
+def test_a_killed_target_comes_back(fleet: Fleet, right: Image) -> None:
+    """What it had kept is not fetched again, everything else is, once; and the file is gone."""
+    fleet.seed()
+    fleet.killed(4)
+    kept = fleet.kept(right)
+    report = result(fleet.pull())
+    assert ("forked", image_sha256(right), nbytes(right, kept), []) == (
+        report["outcome"],
+        report["sha256"],
+        report["resumed_bytes"],
+        os.listdir(fleet.folder),
+    )
+    missing = right.layout.image_bytes - nbytes(right, kept)
+    assert (missing, 0, True) == (report["bytes_read"], report["bytes_repeated"], 3 <= len(kept) < 8)
+
+
+def test_a_target_that_is_killed_again_and_again(fleet: Fleet, right: Image) -> None:
+    """Each life begins where the last one ended."""
+    fleet.seed()
+    held: list[int] = []
+    for chunks in (2, 5):
+        fleet.killed(chunks)
+        held.append(len(fleet.kept(right)))
+    report = result(fleet.pull())
+    assert (image_sha256(right), held, len(right.layout.chunks) - held[-1]) == (
+        report["sha256"],
+        sorted(held),
+        len(right.layout.chunks) - cast(int, report["resumed_bytes"]) // right.layout.chunks.chunk_size,
+    )
+
+
+def test_weights_that_changed_meanwhile(
+    fleet: Fleet, right: Image, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The seed has other weights when the target comes back: all that changed is fetched."""
+    first = fleet.seed()
+    fleet.killed(4)
+    before = fleet.kept(right)
+    first.stop()
+    model = loaded_model(tiny_model)
+    with torch.no_grad():
+        model.get_parameter("model.layers.0.mlp.up_proj.weight")[0, 0] += 1
+    changed_folder = tmp_path_factory.mktemp("models") / "changed"
+    shutil.copytree(tiny_model, changed_folder)
+    model.save_pretrained(changed_folder, max_shard_size="4MB")
+    changed = capture(loaded_model(changed_folder))
+    same = fleet.kept(changed)
+    fleet.seed(changed_folder, rate=None)
+    report = result(fleet.pull())
+    assert ("forked", image_sha256(changed), nbytes(changed, same), True) == (
+        report["outcome"],
+        report["sha256"],
+        report["resumed_bytes"],
+        0 < len(same) < len(before),
+    )
+
+
+def test_two_targets_in_one_folder(fleet: Fleet, right: Image) -> None:
+    """Two processes of one rank on one host, both killed: each has a file of its own, and both come back."""
+    fleet.seed()
+    processes = [fleet.pull() for _ in range(2)]
+    for process in processes:
+        process.wait_for(r"\([2-7] chunks verified\)")
+    for process in processes:
+        process.signal(signal.SIGKILL)
+        process.wait()
+    files = len(os.listdir(fleet.folder))
+    reports = [result(process) for process in [fleet.pull() for _ in range(2)]]
+    assert (2, [image_sha256(right)] * 2, []) == (
+        files,
+        [report["sha256"] for report in reports],
+        os.listdir(fleet.folder),
+    )
+    assert all(cast(int, report["resumed_bytes"]) > 0 for report in reports)

@@ -21,7 +21,7 @@ demo: venv ## planner, seed and three forks of a real model on this machine
 
 .PHONY: test
 test: lint programs ## lint, and every test that takes less than a minute
-	$(PYTEST) -m "not slow and not chaos and not gpu and not engines and not kube" $(COVERED) $(TESTS)
+	$(PYTEST) -m "not slow and not gpu and not engines and not kube" $(COVERED) $(TESTS)
 
 .PHONY: test-all
 test-all: lint programs ## every test that this machine has the hardware and the engines for

@@ -32,9 +32,9 @@ PATIENCE_S = 60.0
 BUFFER = 1 << 20
 
 
-def module_of(size: int, *, filled: bool) -> nn.Module:
-    """A module of exactly `size` bytes: zeros, or the same random bytes in every process."""
-    generator = torch.Generator().manual_seed(1)
+def module_of(size: int, *, filled: bool, weights: int = 1) -> nn.Module:
+    """A module of exactly `size` bytes: zeros, or random bytes that are the same wherever `weights` is."""
+    generator = torch.Generator().manual_seed(weights)
     module = nn.Module()
     left, number = size, 0
     while left:
@@ -137,14 +137,23 @@ def main() -> None:
     logs.configure(json=told.log_json, level=told.log_level)
     torch.set_num_threads(1)  # the hosts of a lab share the cores of one machine
     node = Node(int(size))
-    with socket.socket(socket.AF_UNIX) as connection:
+    with introduced(path, name) as connection, connection.makefile("rb") as lines:
+        for text in lines:
+            try:
+                answer = node.obey(fanout_wire.command(text))
+            except (RforkError, OSError) as error:
+                answer = Answer(error=f"{name}: {type(error).__name__}: {error}")
+            connection.sendall(fanout_wire.line(answer))
+    node.obey(Command("rest"))
+
+
+def introduced(path: str, name: str) -> socket.socket:
+    """A connection to the crew that listens at `path`, which has been told the node's name."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
         connection.connect(path)
         connection.sendall(name.encode() + b"\n")
-        with connection.makefile("rb") as lines:
-            for text in lines:
-                try:
-                    answer = node.obey(fanout_wire.command(text))
-                except (RforkError, OSError) as error:
-                    answer = Answer(error=f"{name}: {type(error).__name__}: {error}")
-                connection.sendall(fanout_wire.line(answer))
-    node.obey(Command("rest"))
+    except OSError:
+        connection.close()
+        raise
+    return connection

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Verb = Literal["prepare", "seed", "fork", "check", "rest", "listen", "give", "take"]
 Point = tuple[float, int]
@@ -46,8 +49,8 @@ class Answer:
     replans: int = 0
 
 
-def line(message: Command | Answer) -> bytes:
-    """A message as it is sent."""
+def line(message: DataclassInstance) -> bytes:
+    """A message, of this benchmark or of another, as it is sent."""
     return json.dumps(asdict(message)).encode() + b"\n"
 
 

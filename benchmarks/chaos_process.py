@@ -1,0 +1,77 @@
+"""The processes of `benchmarks.chaos` as the one that runs the rounds holds them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+from pathlib import Path
+from typing import Final
+
+from benchmarks.chaos_wire import ANSWER, Answer, Command
+from benchmarks.fanout_wire import line
+
+END_S: Final = 20.0
+"""What a process that was killed may take to be gone."""
+
+
+class Process:
+    """A process that the nursery made; signals reach it and nobody else."""
+
+    def __init__(self, name: str, pid: int, log: Path) -> None:
+        self.name = name
+        self.pid = pid
+        self.log = log
+        self._handle = os.pidfd_open(pid)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal; one that has ended gets none."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, number)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended within that time."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._handle, selectors.EVENT_READ)
+            return bool(selector.select(seconds))
+
+    def kill(self) -> None:
+        """End it at once, and wait for that."""
+        self.signal(signal.SIGKILL)
+        self.wait(END_S)
+
+    def close(self) -> None:
+        """Forget it."""
+        os.close(self._handle)
+
+
+class Node:
+    """A node process and the connection to it."""
+
+    def __init__(self, process: Process, connection: socket.socket) -> None:
+        self.process = process
+        self.connection = connection
+        self._pending = b""
+
+    def send(self, command: Command) -> None:
+        """Have it begin; one that has ended does nothing."""
+        with contextlib.suppress(OSError):
+            self.connection.sendall(line(command))
+
+    def received(self) -> list[Answer] | None:
+        """What it said since the last call; None: it has ended."""
+        try:
+            data = self.connection.recv(1 << 20)
+        except OSError:
+            data = b""
+        if not data:
+            return None
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        return [ANSWER.validate_json(text) for text in lines]
+
+    def close(self) -> None:
+        """End the connection, which ends the process."""
+        self.connection.close()
+        self.process.close()

@@ -81,7 +81,8 @@ class Settings(BaseSettings):
         description="transports to use, best first, comma separated; none: chosen by what this machine has",
     )
     unguarded_tcp: bool = Field(
-        False, description="let transfer_engine run over plain TCP, where it cannot check leases"
+        False,
+        description="let transfer_engine run over plain TCP, where a lease lets the reader's whole host read, and write",
     )
     rdma_devices: str = Field("", description="RDMA devices for transfer_engine, comma separated; empty: all")
 
@@ -109,6 +110,11 @@ class Settings(BaseSettings):
     )
     min_rate: int = Field(1 << 20, gt=0, description="bytes a second below which a source counts as stalled")
     verify: bool = Field(True, description="check every chunk against the manifest; off only to measure")
+    resume: Path | None = Field(
+        None,
+        description="folder (local disk, or /dev/shm) where a fork keeps what it has verified, so that a process "
+        "that dies and comes back fetches only what is missing; none: nothing is kept",
+    )
 
     # The cold start.
     cold_start: Literal["share", "own"] = Field(
@@ -125,6 +131,20 @@ class Settings(BaseSettings):
     )
     egress_rate: int | None = Field(
         None, gt=0, description="most bytes a second this instance gives in all; none: no cap"
+    )
+    latency_setpoint: float = Field(
+        1.03,
+        ge=0,
+        le=100,
+        description="this instance gives less while its own work takes longer than so many times what it takes "
+        "alone (the engine tells: `Seed.observe`); 0: never",
+    )
+    giving_nice: int = Field(
+        5,
+        ge=0,
+        le=19,
+        description="by how much the threads that give are nicer than the process, so that what serves goes first; "
+        "much more, and one that holds Python's lock on a busy core holds up the others",
     )
     max_readers: int = Field(
         4, ge=1, le=1 << 16, description="most forks that may read from this instance at once"

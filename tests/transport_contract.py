@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -63,6 +64,11 @@ class FakeGate:
             raise SourceBusy("not verified here yet")
         self.admitted.append((begin, end))
         return "fork-1"
+
+    @contextmanager
+    def reading(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> Iterator[None]:
+        self.admit(token, begin, end)
+        yield
 
     def etag(self) -> str:
         return f"generation-{self.generation}"

@@ -41,7 +41,8 @@ def fork(
 
     The module must be built as the seeds' were, in its final layout; its weights may hold anything.
     While it is filled, and from then on, this process gives the weights onwards: `ForkReport.seed`
-    is that giving side, open until it is closed or the process ends.
+    is that giving side, open until it is closed or the process ends. An engine that serves from here on
+    tells it of each step (`Seed.serving`), so that forks of this instance do not slow it down.
 
     What this instance could read by itself is, best first: the snapshot that the settings name,
     `checkpoint` (a folder of safetensors files), and `loader(module)`. Where no instance holds the
@@ -89,8 +90,12 @@ def seed(
 ) -> Iterator[Seed]:
     """Give `module`'s weights to whoever the planner sends, while the block runs. Runs on the source.
 
-    The weights must not change inside the block unless `Seed.fence` is called first. On leaving,
-    readers get `settings.drain_s` seconds to finish.
+    The weights must not change inside the block but in one of ``with giving.updating():``, whose end
+    digests them anew and gives them from then on (`Seed.updating`). On leaving, readers get
+    `settings.drain_s` seconds to finish.
+
+    Who serves meanwhile puts each step of that into ``with giving.serving():``: readers are then held back
+    as far as the steps would take longer for them (`Settings.latency_setpoint`).
     """
     chosen = _settings(settings, planner=planner)
     image = capture(module, exclude=exclude)

@@ -31,6 +31,7 @@ class Progress:
     still reads storage) says with each chunk its digest (16 bytes; in the order of `chunks`), and in
     `draft` what these belong to: chunks of two drafts are not to be mixed. The part of `draft` before
     the ``-`` is the origin of the files. `reading`: it, or whom it waits for, reads from storage now.
+    `rate`: bytes a second that this target is asked to take at most, from now on (see `Reader.hold_to`).
     """
 
     chunks: tuple[Range, ...]
@@ -39,6 +40,7 @@ class Progress:
     draft: str | None = None
     weights_id: str | None = None
     reading: Reading | None = None
+    rate: int | None = None
 
 
 class Peer(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import grpc
 
@@ -20,6 +20,7 @@ from rfork.image import ranges
 from rfork.image.layout import Layout, TensorSpec
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Segment
+from rfork.image.specs import Kind, Specs
 from rfork.peer.base import Progress, Reading
 from rfork.peer.v1 import peer_pb2
 from rfork.transport.base import Endpoint
@@ -66,19 +67,22 @@ def manifest_parts(
     )
     if include_tensors:
         for begin in range(0, len(layout.tensors), TENSORS_A_PART):
-            yield peer_pb2.GetManifestResponse(
-                tensors=[
-                    peer_pb2.GetManifestResponse.Tensor(
-                        name=spec.name,
-                        dtype=spec.dtype,
-                        shape=spec.shape,
-                        stride=spec.stride,
-                        offset=spec.offset,
-                    )
-                    for spec in layout.tensors[begin : begin + TENSORS_A_PART]
-                ]
-            )
+            yield _tensors_part(layout.tensors[begin : begin + TENSORS_A_PART])
     yield peer_pb2.GetManifestResponse(digests=b"".join(manifest.digests))
+
+
+def _tensors_part(specs: Sequence[TensorSpec]) -> peer_pb2.GetManifestResponse:
+    part = peer_pb2.GetManifestResponse()
+    # Most specs are of few kinds: to copy one costs a fifth of writing it field by field.
+    kinds: dict[Kind, peer_pb2.GetManifestResponse.Tensor] = {}
+    for name, dtype, shape, stride, offset in specs:
+        kind = dtype, shape, stride
+        if kind not in kinds:
+            kinds[kind] = peer_pb2.GetManifestResponse.Tensor(dtype=dtype, shape=shape, stride=stride)
+        tensor = part.tensors.add()
+        tensor.CopyFrom(kinds[kind])
+        tensor.name, tensor.offset = name, offset
+    return part
 
 
 def manifest_from(parts: Iterable[peer_pb2.GetManifestResponse], own: Layout | None) -> Manifest:
@@ -88,7 +92,7 @@ def manifest_from(parts: Iterable[peer_pb2.GetManifestResponse], own: Layout | N
     that do not fit together).
     """
     summary: peer_pb2.GetManifestResponse.Summary | None = None
-    tensors: list[TensorSpec] = []
+    tensors = Specs()
     digests = bytearray()
     for part in parts:
         if part.HasField("summary"):
@@ -100,7 +104,7 @@ def manifest_from(parts: Iterable[peer_pb2.GetManifestResponse], own: Layout | N
         digests += part.digests
     if summary is None:
         raise SourceCorrupt("the manifest came without its summary")
-    layout = Layout(tuple(tensors), summary.image_bytes) if tensors or own is None else own
+    layout = Layout(tensors, summary.image_bytes) if tensors or own is None else own
     if layout.layout_id != summary.layout_id:
         if layout is own:
             raise LayoutMismatch(f"the source's layout is {summary.layout_id}, here it is {own.layout_id}")
@@ -148,6 +152,7 @@ def progress_message(progress: Progress, generation: int) -> peer_pb2.WatchProgr
         weights_id=progress.weights_id or "",
         storage_idle_ms=round(reading.idle_s * 1000) if reading is not None else None,
         storage_relayed=reading is not None and reading.relayed,
+        rate=progress.rate,
     )
 
 
@@ -172,4 +177,6 @@ def progress_of(message: peer_pb2.WatchProgressResponse) -> Progress:
         message.draft or None,
         message.weights_id or None,
         reading,
+        # A rate of nothing would stop this reader for good: no source can mean that.
+        max(1, message.rate) if message.HasField("rate") else None,
     )

@@ -10,8 +10,8 @@ from rfork.image import ranges
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.peer import codec
+from rfork.peer.answers import PeerHost
 from rfork.peer.base import Progress
-from rfork.peer.server import PeerHost
 from rfork.peer.v1 import peer_pb2
 from rfork.settings import Settings
 from rfork.transport.base import Endpoint, TokenSource
@@ -92,7 +92,7 @@ class MemoryPeer:
     def open(self, layout_id: str, transports: tuple[str, ...], deadline: float) -> tuple[str, Endpoint]:
         """See `Peer.open`."""
         host = self._peers.host(self._address)
-        return host.open_channel(host.check(self._token()), layout_id, list(transports))
+        return host.open_channel(host.check(self._token()), layout_id, list(transports), "127.0.0.1")
 
     def watch(self, channel_id: str, keep_alive_s: float) -> Iterator[Progress]:
         """See `Peer.watch`."""

@@ -1,61 +1,101 @@
 """The governor: holds what this instance gives under a rate, whoever reads.
 
-Runs on the source. Every exporter spends from one budget, so the cap holds for the instance and not
-for each reader.
+Runs on the source. Every exporter spends from one budget, so the rate holds for the instance and not
+for each reader. It is the lower one of the fixed cap and of what the latency guard allows now.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-GRANT_S = 0.1
-"""Seconds of budget in one grant, at most."""
+from rfork.seed.latency import LatencyGuard
+from rfork.transport.bucket import SLICE_S, Bucket
+
 LEAST_GRANT = 16 << 10
 """Bytes in one grant at least, unless less is asked for: smaller ones cost more than they carry."""
-BURST_S = 0.05
-"""Seconds of budget that may be saved up: small, so that a seed that idled does not give a long burst."""
+MOST_GRANT = 2 << 20
+"""Bytes in one grant under a rate: what is granted goes out however low the next rate is."""
+LOOK_S = 0.05
+"""Who waits looks again this often: the rate may have changed."""
 
 
 class Governor:
-    """A token bucket over bytes; without a rate it lets everything pass.
+    """The budget of one instance. `cap` is in bytes a second; None: only `latency` limits, if it is given.
 
-    A spender takes its bytes at once, even into debt, and sleeps its own debt off outside the lock:
-    the rate holds on average, and waiting spenders are served in the order they came.
+    Without any limit everything passes.
     """
 
-    def __init__(self, rate: int | None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.rate = rate
-        self._clock = clock
+    def __init__(
+        self,
+        cap: int | None,
+        latency: LatencyGuard | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cap = cap
+        self._latency = latency
+        self._bucket = Bucket(clock=clock)
         self._lock = threading.Lock()
+        self._line: deque[threading.Event] = (
+            deque()
+        )  # the first one waits for the budget, the others for their turn
         self._closed = threading.Event()
-        self._free_at = clock()
 
-    def reserve(self, nbytes: int) -> float:
-        """Take `nbytes` from the budget; returns the seconds to wait before they may be sent."""
-        if self.rate is None:
-            return 0.0
-        with self._lock:
-            now = self._clock()
-            begin = max(self._free_at, now - BURST_S)
-            self._free_at = begin + nbytes / self.rate
-            return max(0.0, begin - now)
+    def rate(self, *, giving: bool) -> int | None:
+        """Bytes a second that may be given now; `giving`: somebody takes them. None: no limit."""
+        return self._lower(self._latency.rate(giving=giving) if self._latency is not None else None)
+
+    @property
+    def held(self) -> int | None:
+        """What those who read now are held to, for the planner; the fixed cap while nobody reads."""
+        return self._lower(self._latency.held() if self._latency is not None else None)
 
     def grant(self, most: int) -> int:
         """Block until some of `most` bytes may be sent, or the governor is closed; returns how many.
 
-        Under a rate that is a tenth of a second's worth, so that with many readers each is served
-        often enough not to count the source as stalled.
+        Under a rate that is a fiftieth of a second's worth: short for the work that goes on beside
+        it, and with many readers each is served often enough not to count the source as stalled.
         """
-        if self.rate is None:
+        if self.rate(giving=True) is None:
             return most
-        granted = min(most, max(LEAST_GRANT, int(self.rate * GRANT_S)))
-        delay = self.reserve(granted)
-        if delay > 0:
-            self._closed.wait(delay)
-        return granted
+        with self._turn():
+            while True:
+                rate = self.rate(giving=True)
+                self._bucket.hold_to(rate)
+                granted = most if rate is None else _slice(rate, most)
+                delay = self._bucket.spend(granted)
+                if delay <= 0 or self._closed.wait(min(delay, LOOK_S)):
+                    return granted
 
     def close(self) -> None:
         """Wake everyone who waits."""
         self._closed.set()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Strictly in order: with a plain lock, one that asks again at once would keep the others out."""
+        turn = threading.Event()
+        with self._lock:
+            self._line.append(turn)
+            self._line[0].set()
+        turn.wait()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._line.popleft()
+                if self._line:
+                    self._line[0].set()
+
+    def _lower(self, rate: int | None) -> int | None:
+        if self._cap is None or rate is None:
+            return self._cap if rate is None else rate
+        return min(self._cap, rate)
+
+
+def _slice(rate: int, most: int) -> int:
+    return min(most, MOST_GRANT, max(LEAST_GRANT, int(rate * SLICE_S)))

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
+
 from rfork.errors import LayoutMismatch
 from rfork.fields import InstanceState
 from rfork.image import ranges
@@ -15,8 +17,12 @@ from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.peer.base import Progress, Reading
+from rfork.seed.readings import Readings
 
 log = logger(__name__)
+
+SETTLE_S = 0.1
+"""What a reader gets to take the slice it asked for, once the bytes are about to change."""
 
 TELL_S = 1.0
 """Readers hear at once of storage that advanced by so much since they were told, else with other news."""
@@ -39,6 +45,9 @@ class Holding:
         self._read_at: Callable[[], float] | None = None
         self._relayed = False
         self._told_at = 0.0
+        self._readings = Readings()
+        self._updates = threading.Lock()
+        self._changing = threading.RLock()  # what is held and its generation, as those who change them see it
         self._lock = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
 
@@ -64,11 +73,16 @@ class Holding:
         self.poke()
 
     def drop(self, chunks: Sequence[int]) -> None:
-        """These chunks were not what this image must hold: whoever read them is told by a new generation."""
-        self.generation += 1
-        self.board.drop(chunks)
+        """These chunks were not what this image must hold: whoever read them is told by a new generation.
+
+        As `fence`, it waits for the reads under way: the chunks may be written to afterwards.
+        """
+        with self._changing:
+            self.generation += 1
+            self.board.drop(chunks)
         self._tell()
         self.poke()
+        self._settle()
 
     def say_reading(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
         """Tell the readers that this instance, or (`relayed`) whom it waits for, reads from storage now.
@@ -90,35 +104,76 @@ class Holding:
         self.poke()
 
     def reseal(self) -> None:
-        """The image is whole and may hold other weights than before: digest it, then be a seed."""
+        """The image is whole and may hold other weights than before: digest it, then be a seed.
+
+        Unless it is fenced meanwhile: then the bytes may have changed under the digest.
+        """
+        generation = self.generation
         manifest = seal(self.image)
-        self.learn(manifest)
-        for index, digest in enumerate(manifest.digests):
-            self.board.mark(index, digest)
-        self.serve()
+        with self._changing:
+            if self.generation != generation:
+                log.warning("not resealed: it was fenced again meanwhile", generation=self.generation)
+                return
+            self.learn(manifest)
+            for index, digest in enumerate(manifest.digests):
+                self.board.mark(index, digest)
+            self.serve()
 
     def fence(self) -> None:
         """The weights are about to change: give nothing, and cut whoever reads the old ones.
 
-        Once they have changed, `reseal` gives them.
+        Returns once no thread of an exporter reads the image any more; a reader that does not take what it
+        asked for is cut for that. One-sided transports (transfer_engine) read without this process: what
+        they bring over during a change is found out by its digest. `reseal` gives the weights again;
+        `updating` does both.
         """
-        self.generation += 1
-        self._manifest = None
-        self._be("loading")
-        self.board.clear()
+        with self._changing:
+            self.generation += 1
+            self._manifest = None
+            self._be("loading")
+            self.board.clear()
         self._tell()
         self.poke()
+        self._settle()
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Change the weights in place inside the block: fences before it, and reseals after it.
+
+        Updates of several threads take turns; within one block, do not begin another. When the block raises,
+        the weights may be anything: the seed stays fenced, until the next update or `reseal`.
+        """
+        with self._updates:
+            self.fence()
+            yield
+            self.reseal()
+
+    def _settle(self) -> None:
+        if cut := self._readings.settle(SETTLE_S):
+            log.info("readers cut, as the bytes are about to change", readers=cut)
 
     def news(self, told: tuple[ranges.Range, ...]) -> Progress:
-        """See `rfork.peer.server.PeerHost.news`."""
+        """See `rfork.peer.answers.PeerHost.news`."""
         manifest = self._manifest
         if manifest is not None:
             chunks = ranges.subtract(self.board.verified, told)
-            return Progress(chunks, self.draining, weights_id=manifest.weights_id, reading=self._reading())
+            return Progress(
+                chunks,
+                self.draining,
+                weights_id=manifest.weights_id,
+                reading=self._reading(),
+                rate=self._rate_told(),
+            )
         draft, digests = self.board.drafted
         chunks = ranges.subtract(ranges.from_indices(digests), told) if draft is not None else ()
         told_digests = tuple(digests[index] for index in ranges.indices(chunks))
-        return Progress(chunks, self.draining, told_digests, draft, reading=self._reading())
+        return Progress(
+            chunks, self.draining, told_digests, draft, reading=self._reading(), rate=self._rate_told()
+        )
+
+    def _rate_told(self) -> int | None:
+        """What a reader is asked to keep to by itself, in bytes a second."""
+        return None
 
     def _reading(self) -> Reading | None:
         read_at = self._read_at
@@ -154,8 +209,10 @@ class Holding:
 
 
 def seal(image: Image) -> Manifest:
-    """Digest an image that is whole; logs how long it took."""
+    """Digest an image that is whole, once no kernel writes it any more; logs how long it took."""
     began = time.monotonic()
+    for device in {region.device for region in image.regions if region.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
     manifest = image.manifest()
     log.info(
         "digested",

@@ -14,6 +14,9 @@ from collections.abc import Callable, Sequence
 from rfork.control.lease import LeaseClaims, verify
 from rfork.errors import LeaseRefused, SourceBusy, SourceChanged
 
+MOST_CHANNELS = 16
+"""Most channels of one fork: it needs one, and a few more while it gives up one for the next."""
+
 
 class LeaseBook:
     """Checks tokens and counts readers; one fork may hold several channels but takes one place.
@@ -31,6 +34,7 @@ class LeaseBook:
         self._opened_until: dict[bytes, float] = {}  # when the last token that a key opened expires
         self._known: dict[str, LeaseClaims] = {}
         self._channels: dict[str, str] = {}  # channel_id -> fork_id
+        self._expired: list[str] = []  # channels whose lease ended, not yet told by `sweep`
         self._leased_until: dict[str, float] = {}
 
     def learn_keys(self, keys: Sequence[bytes]) -> None:
@@ -98,12 +102,18 @@ class LeaseBook:
         return True
 
     def open(self, fork_id: str) -> str:
-        """Give a reader a place; returns the channel's id, or raises SourceBusy when all are taken."""
+        """Give a reader a place; returns the channel's id.
+
+        Raises SourceBusy when all places are taken, or this fork has `MOST_CHANNELS` already.
+        """
         with self._lock:
             self._drop_expired()
-            readers = set(self._channels.values())
+            holders = list(self._channels.values())
+            readers = set(holders)
             if fork_id not in readers and len(readers) >= self._max_readers:
                 raise SourceBusy(f"all {self._max_readers} reader places are taken")
+            if holders.count(fork_id) >= MOST_CHANNELS:
+                raise SourceBusy(f"fork {fork_id} has {MOST_CHANNELS} channels open, and gets no more")
             channel_id = secrets.token_hex(8)
             self._channels[channel_id] = fork_id
             return channel_id
@@ -118,6 +128,13 @@ class LeaseBook:
         with self._lock:
             self._channels.pop(channel_id, None)
 
+    def sweep(self) -> tuple[str, ...]:
+        """The channels whose lease has ended since this was last asked; each is told once."""
+        with self._lock:
+            self._drop_expired()
+            expired, self._expired = tuple(self._expired), []
+            return expired
+
     @property
     def readers(self) -> tuple[str, ...]:
         """The forks that hold a place."""
@@ -129,6 +146,7 @@ class LeaseBook:
         # A reader that died without closing keeps its place no longer than its lease.
         now = self._clock()
         self._leased_until = {fork: until for fork, until in self._leased_until.items() if until > now}
-        self._channels = {
-            channel_id: fork for channel_id, fork in self._channels.items() if fork in self._leased_until
-        }
+        for channel_id, fork in list(self._channels.items()):
+            if fork not in self._leased_until:
+                del self._channels[channel_id]
+                self._expired.append(channel_id)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -18,20 +19,26 @@ from uuid import uuid4
 from rfork.control.client import PlannerClient
 from rfork.control.heartbeat import Heartbeat
 from rfork.control.lease import decode_key
-from rfork.errors import LayoutMismatch, SourceBusy, SourceChanged
+from rfork.errors import LayoutMismatch, SourceBusy
 from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.peer.server import PeerServer, PeerService, ServePeer
+from rfork.seed.channels import Channels
 from rfork.seed.governor import Governor
 from rfork.seed.holding import Holding
+from rfork.seed.latency import FLOOR_RATE, LatencyGuard, Unit
 from rfork.seed.leases import LeaseBook
+from rfork.seed.pacing import Pacing
 from rfork.settings import Settings
 from rfork.transport.base import Endpoint, Exporter, Transport
 from rfork.wire import InstanceAck, InstanceReport, Placement, Rank, StorageOffer
 
 log = logger(__name__)
+
+LEAST_A_READER = 4 << 20
+"""Bytes a second: above `Settings.min_rate` for each chunk of a reader's usual window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,10 @@ class Seed(Holding):
         self._transports = transports
         self._exporters: dict[str, Exporter] = {}
         self._leases = LeaseBook(identity.instance_id, settings.max_readers, clock=time.time)
-        self._governor = Governor(settings.egress_rate)
+        self._channels = Channels(self._leases, self._exporters, self._tell)
+        self._latency = LatencyGuard(settings.latency_setpoint, floor=self._floor)
+        self._governor = Governor(settings.egress_rate, self._latency)
+        self._pacing: Pacing | None = None
         self._serve_peer = serve_peer
         self._peer: PeerService | None = None
         self._planner = planner
@@ -82,8 +92,11 @@ class Seed(Holding):
     def start(self) -> Self:
         """Open the exporters and the peer service, then begin to report to the planner."""
         try:
+            if any(transport.one_sided for transport in self._transports):
+                self._pacing = Pacing(self._governor, lambda: len(self._leases.readers), self._tell)
             for transport in self._transports:
                 self._exporters[transport.name] = transport.export(self.image, self)
+            self._channels.start()
             self._peer = self._serve_peer(self, self.settings)
             self._peer.start()
         except BaseException:
@@ -133,6 +146,8 @@ class Seed(Holding):
         if self._heartbeat is not None:
             self._heartbeat.stop(remove=True)
         self._governor.close()
+        if self._pacing is not None:
+            self._pacing.close()
         self._close_servers()
         if self._planner is not None:
             self._planner.close()
@@ -141,6 +156,7 @@ class Seed(Holding):
         if self._peer is not None:
             self._peer.stop()
             self._peer = None
+        self._channels.stop()
         for exporter in self._exporters.values():
             exporter.close()
         self._exporters.clear()
@@ -153,6 +169,29 @@ class Seed(Holding):
     ) -> None:
         self.close(self.settings.drain_s if kind is None else 0.0)
 
+    # -- what the engine tells -------------------------------------------------------------------------
+
+    def observe(self, seconds: float) -> None:
+        """One unit of the engine's own work ended now and took so many seconds.
+
+        Call it, on any thread, for units that are alike and many: each decode step, or each request
+        divided by its tokens. It costs about a microsecond and never waits. From these numbers alone the
+        seed learns what its work takes, and gives less while that takes more
+        (`Settings.latency_setpoint`; `rfork.seed.latency` says how).
+        """
+        self._latency.observe(seconds)
+
+    def serving(self) -> Unit:
+        """``with seed.serving():`` around one unit of work is `observe` with the time that the block takes.
+
+        It also tells of work that has begun and is not done, so prefer it. One that raises does not count.
+        """
+        return self._latency.serving()
+
+    def _floor(self) -> int:
+        """So much is given however long the engine's work takes: none of the readers must look stalled."""
+        return max(FLOOR_RATE, LEAST_A_READER * len(self._leases.readers))
+
     # -- Gate: what the exporters ask --------------------------------------------------------------
 
     def admit(self, token: str, begin: int, end: int) -> str:
@@ -161,6 +200,14 @@ class Seed(Holding):
         if not self.board.holds(begin, end):
             raise SourceBusy(f"bytes {begin}-{end} are not verified here yet")
         return claims.fork_id
+
+    @contextmanager
+    def reading(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> Iterator[None]:
+        """See `rfork.transport.base.Gate.reading`."""
+        with self._readings.held(cut):
+            # Asked only now: a fence that comes later waits for this block, one that came before refuses it.
+            self.admit(token, begin, end)
+            yield
 
     def grant(self, most: int) -> int:
         """See `rfork.transport.base.Gate.grant`."""
@@ -179,17 +226,15 @@ class Seed(Holding):
         """The fork_id a token was leased to; raises as `Gate.admit` does."""
         return self._leases.check(token, self.generation).fork_id
 
-    def open_channel(self, fork_id: str, layout_id: str, transports: list[str]) -> tuple[str, Endpoint]:
-        """Give a reader a place and an endpoint of the first transport that both sides have."""
+    def open_channel(
+        self, fork_id: str, layout_id: str, transports: list[str], reader: str
+    ) -> tuple[str, Endpoint]:
+        """Give the reader at this IP address a place, and an endpoint of the first transport both sides have."""
         if layout_id != self.image.layout.layout_id:
             raise LayoutMismatch(f"the source's layout is {self.image.layout.layout_id}, not {layout_id}")
         if self.draining:
             raise SourceBusy("the source is draining")
-        for name in transports:
-            if name in self._exporters:
-                endpoint = self._exporters[name].endpoint()
-                return self._leases.open(fork_id), endpoint
-        raise SourceChanged(f"the source offers {sorted(self._exporters)}, not {transports}")
+        return self._channels.open(fork_id, transports, reader)
 
     def has_channel(self, channel_id: str, fork_id: str) -> bool:
         """Whether this fork holds an open channel of this id."""
@@ -197,8 +242,11 @@ class Seed(Holding):
 
     def close_channel(self, channel_id: str) -> None:
         """Take a reader's place back."""
-        self._leases.close(channel_id)
+        self._channels.close(channel_id)
         self._tell()
+
+    def _rate_told(self) -> int | None:
+        return self._pacing.share() if self._pacing is not None else None
 
     # -- the planner ---------------------------------------------------------------------------------
 
@@ -229,7 +277,7 @@ class Seed(Holding):
             ),
             max_readers=self.settings.max_readers,
             weight=self.settings.weight,
-            egress_rate=self.settings.egress_rate,
+            egress_rate=self._governor.held,
             readers=self._leases.readers,
         )
 

@@ -13,6 +13,7 @@ table in `rfork.transport.choice`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -55,6 +56,16 @@ class Gate(Protocol):
         """
         ...
 
+    def reading(
+        self, token: str, begin: int, end: int, cut: Callable[[], None]
+    ) -> AbstractContextManager[None]:
+        """Admit the range, and keep its bytes as they are until the block ends. Raises as `admit`.
+
+        Every read of the image's memory is in such a block. Whoever is about to change the bytes waits for
+        it, and after a short while calls `cut`, on a thread of its own: the block then has to end at once.
+        """
+        ...
+
     def grant(self, most: int) -> int:
         """Block until the source's egress budget allows some of `most` bytes; returns how many.
 
@@ -73,6 +84,17 @@ class Exporter(Protocol):
 
     def endpoint(self) -> Endpoint:
         """Where and how to read it."""
+        ...
+
+    def let_in(self, channel_id: str, host: str) -> None:
+        """A reader at IP address `host` was given a channel: it may read from now on.
+
+        Where each read shows a token there is nothing to do. Raises SourceBusy.
+        """
+        ...
+
+    def let_out(self, channel_id: str) -> None:
+        """That channel is no more; one that was never let in is no error."""
         ...
 
     def close(self) -> None:
@@ -94,6 +116,14 @@ class Reader(Protocol):
         """
         ...
 
+    def hold_to(self, rate: int | None) -> None:
+        """Take at most so many bytes a second from now on, all reads together; None: as many as come.
+
+        The source asks for this where it cannot hold a reader back. It is cooperation: nothing but the
+        reader's good will enforces it. Where the source does hold its readers back there is nothing to do.
+        """
+        ...
+
     def close(self) -> None:
         """Drop all connections; reads under way raise SourceGone. Safe to call twice."""
         ...
@@ -105,6 +135,11 @@ class Transport(Protocol):
     @property
     def name(self) -> str:
         """The word used for it in settings, plans and reports."""
+        ...
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether reads run no code of the source: it then asks its readers to hold themselves back."""
         ...
 
     def availability(self) -> Availability:

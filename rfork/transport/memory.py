@@ -15,8 +15,10 @@ from rfork.errors import LeaseRefused, SourceGone, SourceStalled
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
 from rfork.transport.base import Availability, Endpoint, Gate, TokenSource
+from rfork.transport.bucket import Bucket
 
 SLICE_BYTES = MIB
+HOLD_S = 0.05
 
 
 @dataclass(slots=True)
@@ -59,8 +61,11 @@ class MemoryNetwork:
 class MemoryExporter:
     """Source side: an image, its gate and its faults."""
 
-    def __init__(self, network: MemoryNetwork, image: Image, gate: Gate, faults: Faults) -> None:
+    def __init__(
+        self, network: MemoryNetwork, image: Image, gate: Gate, faults: Faults, *, one_sided: bool = False
+    ) -> None:
         self.image = image
+        self.one_sided = one_sided
         self.gate = gate
         self.faults = faults
         self.given = 0
@@ -72,6 +77,12 @@ class MemoryExporter:
         """Its name in the network."""
         return Endpoint("memory", {"name": self._name})
 
+    def let_in(self, channel_id: str, host: str) -> None:
+        """Nothing to do: each read shows a token. See `Exporter.let_in`."""
+
+    def let_out(self, channel_id: str) -> None:
+        """Nothing to do; see `let_in`."""
+
     def close(self) -> None:
         """Leave the network; returns once no reader copies from the image."""
         self._network.remove(self._name)
@@ -82,10 +93,14 @@ class MemoryExporter:
         """Copy image range `[begin, end)` into `views`; raises what the gate does, and SourceGone."""
         if self.faults.refuses:
             raise LeaseRefused(f"{self._name} was told to refuse")
-        left = end - begin
+        left = 0 if self.one_sided else end - begin
         while left:
             left -= self.gate.grant(left)
-        self.gate.admit(token, begin, end)
+        # A copy ends at once by itself: there is nothing to cut.
+        with self.gate.reading(token, begin, end, lambda: None):
+            self._give(begin, end, views)
+
+    def _give(self, begin: int, end: int, views: Sequence[memoryview]) -> None:
         with self._network.changed:
             dies_after = self.faults.dies_after
             if dies_after is not None and self.given + end - begin > dies_after:
@@ -121,6 +136,7 @@ class MemoryReader:
         self._image = image
         self._token = token
         self._closed = False
+        self._bucket = Bucket()
 
     def read(self, begin: int, end: int, deadline: float) -> None:
         """Copy image range `[begin, end)`; see `Reader.read`. A range outside the image is a ValueError."""
@@ -134,7 +150,20 @@ class MemoryReader:
                     self._wait(deadline)
                 if time.monotonic() >= deadline:
                     raise SourceStalled(f"{self._name} was too slow: the read's deadline has passed")
+                self._hold(until - at, deadline)
                 source.give(self._token(), at, until, piece)
+
+    def hold_to(self, rate: int | None) -> None:
+        """See `Reader.hold_to`."""
+        self._bucket.hold_to(rate)
+
+    def _hold(self, nbytes: int, deadline: float) -> None:
+        while (delay := self._bucket.spend(nbytes)) > 0:
+            with self._network.changed:
+                self._network.changed.wait_for(lambda: self._closed, min(delay, HOLD_S))
+            self._source()
+            if time.monotonic() >= deadline:
+                raise SourceStalled(f"{self._name} was held back until the deadline")
 
     def close(self) -> None:
         """Reads under way raise SourceGone at their next slice."""
@@ -161,16 +190,27 @@ class MemoryReader:
 
 
 class MemoryTransport:
-    """`Transport` within one process; `faults` are those of the images it exports."""
+    """`Transport` within one process; `faults` are those of the images it exports.
 
-    def __init__(self, network: MemoryNetwork, faults: Faults | None = None) -> None:
+    `one_sided`: its exporters ask the gate for no budget, as those of a transport that reads memory.
+    """
+
+    def __init__(
+        self, network: MemoryNetwork, faults: Faults | None = None, *, one_sided: bool = False
+    ) -> None:
         self._network = network
         self._faults = faults or Faults()
+        self._one_sided = one_sided
 
     @property
     def name(self) -> str:
         """The word used for it in settings, plans and reports."""
         return "memory"
+
+    @property
+    def one_sided(self) -> bool:
+        """See `Transport.one_sided`."""
+        return self._one_sided
 
     def availability(self) -> Availability:
         """Always usable, within this process."""
@@ -178,7 +218,7 @@ class MemoryTransport:
 
     def export(self, image: Image, gate: Gate) -> MemoryExporter:
         """Source side: make `image` readable to whoever shares the network object."""
-        return MemoryExporter(self._network, image, gate, self._faults)
+        return MemoryExporter(self._network, image, gate, self._faults, one_sided=self._one_sided)
 
     def connect(self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float) -> MemoryReader:
         """Target side: raises SourceGone when no such export lives, SourceStalled past the deadline."""

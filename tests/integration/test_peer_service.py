@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,13 +50,18 @@ def start_seed() -> Iterator[StartSeed]:
     started: list[Seed] = []
 
     def start(
-        image: Image | None = None, board: ChunkBoard | None = None, *, knows: bool = True, port: int = 0
+        image: Image | None = None,
+        board: ChunkBoard | None = None,
+        *,
+        knows: bool = True,
+        port: int = 0,
+        readers: int = 1,
     ) -> Seed:
         held = image or image_of({"a": torch.arange(3 * MIB, dtype=torch.uint8)})
         seed = Seed(
             held,
             Identity("model", instance_id="seed-1"),
-            Settings(peer_port=port, max_readers=1),
+            Settings(peer_port=port, max_readers=readers),
             [MemoryTransport(MemoryNetwork())],
             board=board,
             manifest=seal(held) if knows else None,
@@ -309,6 +315,23 @@ def test_a_seed_that_closes_ends_its_streams(start_seed: StartSeed) -> None:
         for _ in news:
             pass
     peer.close()
+
+
+def test_a_seed_that_closes_lets_its_calls_end(
+    start_seed: StartSeed, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many readers it cuts, nothing is left of their calls that complains when it is collected."""
+    for _ in range(4):
+        seed = start_seed(readers=8)
+        peers = [client(seed, token(seed, f"fork-{number}")) for number in range(8)]
+        streams = [peer.watch(opened(seed, peer), SOON_S) for peer in peers]
+        for news in streams:
+            next(news)
+        seed.close()
+        gc.collect()
+        for peer in peers:
+            peer.close()
+    assert [] == [record.message for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_a_closed_client_is_a_source_that_is_gone(start_seed: StartSeed) -> None:

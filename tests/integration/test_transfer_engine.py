@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,11 @@ class OpenGate:
     """A gate that a one-sided transport never asks."""
 
     def admit(self, token: str, begin: int, end: int) -> str:
+        raise AssertionError("one-sided reads do not pass the gate")
+
+    def reading(
+        self, token: str, begin: int, end: int, cut: Callable[[], None]
+    ) -> AbstractContextManager[None]:
         raise AssertionError("one-sided reads do not pass the gate")
 
     def grant(self, most: int) -> int:
@@ -325,6 +331,7 @@ def test_a_closed_exporter_gives_nothing() -> None:
     source = image_of([1 << 16], [pattern(0, 1 << 16, 0)])
     image, tensors = empty_target([1 << 16])
     exporter = TransferEngineTransport(SETTINGS).export(source, OpenGate())
+    exporter.let_in("channel", "127.0.0.1")
     reader = connect(exporter.endpoint(), image)
     exporter.close()
     exporter.close()
@@ -338,13 +345,14 @@ def test_tcp_is_refused_unless_allowed() -> None:
     """Without unguarded_tcp a machine without RDMA neither exports nor connects."""
     transport = TransferEngineTransport(Settings())
     image, _ = empty_target([64])
-    with pytest.raises(SettingsError, match="cannot enforce leases"):
+    with pytest.raises(SettingsError, match="a lease lets a whole host read"):
         transport.export(image, OpenGate())
 
 
 def _serve(sizes: list[int], salt: int) -> None:
     tensors = [pattern(index, size, salt) for index, size in enumerate(sizes)]
     exporter = TransferEngineTransport(SETTINGS).export(image_of(sizes, tensors), OpenGate())
+    exporter.let_in("channel", "127.0.0.1")
     endpoint = exporter.endpoint()
     print(json.dumps({"parameters": dict(endpoint.parameters), "segments": endpoint.segments}), flush=True)
     sys.stdin.readline()

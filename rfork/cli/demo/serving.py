@@ -43,7 +43,8 @@ def main() -> None:
             )
             while not stopped.is_set():
                 began = time.time()
-                text = generate(model, tokenizer, prompt, tokens=TOKENS)
+                with giving.serving():
+                    text = generate(model, tokenizer, prompt, tokens=TOKENS)
                 print_json({"event": "answer", "at": began, "seconds": time.time() - began, "text": text})
 
 

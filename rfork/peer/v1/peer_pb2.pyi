@@ -272,6 +272,7 @@ class WatchProgressResponse(_message.Message):
     WEIGHTS_ID_FIELD_NUMBER: _builtins.int
     STORAGE_IDLE_MS_FIELD_NUMBER: _builtins.int
     STORAGE_RELAYED_FIELD_NUMBER: _builtins.int
+    RATE_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     draining: _builtins.bool
     """The source takes no new readers and will go away once its channels close."""
@@ -292,6 +293,10 @@ class WatchProgressResponse(_message.Message):
     """
     storage_relayed: _builtins.bool
     """Not the source itself reads that storage, but who it waits for."""
+    rate: _builtins.int
+    """Bytes a second that this reader may take now, where its transport lets the source hold nobody back.
+    The reader keeps to it by itself. Absent: as much as it likes.
+    """
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchProgressResponse.Range]:
         """Chunks that became readable since the last message (all of them in the first); empty: keep-alive."""
@@ -307,13 +312,19 @@ class WatchProgressResponse(_message.Message):
         weights_id: _builtins.str = ...,
         storage_idle_ms: _builtins.int | None = ...,
         storage_relayed: _builtins.bool = ...,
+        rate: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_storage_idle_ms", b"_storage_idle_ms", "storage_idle_ms", b"storage_idle_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rate", b"_rate", "_storage_idle_ms", b"_storage_idle_ms", "rate", b"rate", "storage_idle_ms", b"storage_idle_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_storage_idle_ms", b"_storage_idle_ms", "chunks", b"chunks", "digests", b"digests", "draft", b"draft", "draining", b"draining", "generation", b"generation", "storage_idle_ms", b"storage_idle_ms", "storage_relayed", b"storage_relayed", "weights_id", b"weights_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rate", b"_rate", "_storage_idle_ms", b"_storage_idle_ms", "chunks", b"chunks", "digests", b"digests", "draft", b"draft", "draining", b"draining", "generation", b"generation", "rate", b"rate", "storage_idle_ms", b"storage_idle_ms", "storage_relayed", b"storage_relayed", "weights_id", b"weights_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__rate: _TypeAlias = _typing.Literal["rate"]  # noqa: Y015
+    _WhichOneofArgType__rate: _TypeAlias = _typing.Literal["_rate", b"_rate"]  # noqa: Y015
     _WhichOneofReturnType__storage_idle_ms: _TypeAlias = _typing.Literal["storage_idle_ms"]  # noqa: Y015
     _WhichOneofArgType__storage_idle_ms: _TypeAlias = _typing.Literal["_storage_idle_ms", b"_storage_idle_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rate) -> _WhichOneofReturnType__rate | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__storage_idle_ms) -> _WhichOneofReturnType__storage_idle_ms | None: ...
 
 Global___WatchProgressResponse: _TypeAlias = WatchProgressResponse  # noqa: Y015

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rfork.errors import SettingsError, SourceCorrupt
 from rfork.image.memory import Image
-from rfork.image.safetensors_header import header
+from rfork.image.safetensors_header import live_header
 from rfork.settings import Settings
 from rfork.transport.base import Availability, Endpoint, Gate, TokenSource
 from rfork.transport.http.answer import ImageFile
@@ -33,6 +33,11 @@ class HttpTransport:
         """The word used for it in settings, plans and reports."""
         return "http"
 
+    @property
+    def one_sided(self) -> bool:
+        """The source sends each byte itself."""
+        return False
+
     def availability(self) -> Availability:
         """Usable wherever there is TCP; not with TLS files that cannot be read."""
         tls = self._settings.tls
@@ -47,12 +52,13 @@ class HttpTransport:
         """Source side: serve `image` until the exporter is closed. Raises PortInUse or SettingsError."""
         settings = self._settings
         return HttpExporter(
-            ImageFile(image, header(image.layout), gate),
+            ImageFile(image, live_header(image.layout), gate),
             bind=settings.bind,
             port=settings.http_port,
             advertise=settings.reachable_at,
             tls=server_context(settings.tls),
             stall_s=settings.stall_s,
+            nice=settings.giving_nice,
         )
 
     def connect(self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float) -> HttpReader:

@@ -7,7 +7,8 @@ section. File byte `len(header) + x` is image byte `x`.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 
@@ -42,17 +43,24 @@ class ImageFile:
         """A strong entity tag: no other export, here or in a process that takes over the port, has it."""
         return f'"{self._nonce}-{self.gate.etag()}"'
 
-    def admit(self, token: str, begin: int, end: int) -> None:
-        """Ask the gate for file range `[begin, end)`; for the header it needs the lease alone."""
+    def admit(self, token: str, begin: int, end: int) -> str:
+        """Ask the gate for file range `[begin, end)`: whose lease it is. For the header it needs no more."""
         data = len(self.header)
-        self.gate.admit(token, max(0, begin - data), max(0, end - data))
+        return self.gate.admit(token, max(0, begin - data), max(0, end - data))
+
+    def reading(
+        self, token: str, begin: int, end: int, cut: Callable[[], None]
+    ) -> AbstractContextManager[None]:
+        """`Gate.reading` of file range `[begin, end)`."""
+        data = len(self.header)
+        return self.gate.reading(token, max(0, begin - data), max(0, end - data), cut)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A status, its fields, and the body: `text`, or file range `[begin, end)` when that is not empty.
 
-    `admitted`: the gate knew the token, whatever came of the request.
+    `fork_id`: whose token the gate knew, whatever came of the request; None when it knew none.
     """
 
     status: HTTPStatus
@@ -60,7 +68,7 @@ class Answer:
     text: bytes = b""
     begin: int = 0
     end: int = 0
-    admitted: bool = False
+    fork_id: str | None = None
 
     def head(self, *, alive: bool) -> bytes:
         """The bytes in front of the body."""
@@ -93,14 +101,14 @@ def answer(method: str, target: str, fields: Mapping[str, str], file: ImageFile)
         challenge = ("WWW-Authenticate", 'Bearer realm="rfork"')
         return refusal(HTTPStatus.UNAUTHORIZED, "show a lease: Authorization: Bearer TOKEN", challenge)
     try:
-        file.admit(token, 0, 0)
+        fork_id = file.admit(token, 0, 0)
     except (LeaseRefused, SourceBusy, SourceChanged) as error:
         return refusal(_STATUS_OF[type(error)], str(error))
     try:
         decided = _file_answer(method, token, fields, file)
     except (LeaseRefused, SourceBusy, SourceChanged) as error:
         decided = refusal(_STATUS_OF[type(error)], str(error))
-    return replace(decided, admitted=True)
+    return replace(decided, fork_id=fork_id)
 
 
 def _file_answer(method: str, token: str, fields: Mapping[str, str], file: ImageFile) -> Answer:

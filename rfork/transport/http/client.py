@@ -68,6 +68,9 @@ class HttpReader:
                 until = min(cursor.done + REQUEST_BYTES, end - begin)
                 self._read_request(cursor, begin, until, deadline)
 
+    def hold_to(self, rate: int | None) -> None:
+        """Nothing to do: the source sends as slowly as it likes. See `Reader.hold_to`."""
+
     def close(self) -> None:
         """Drop all connections; reads under way raise SourceGone."""
         with self._lock:

@@ -24,11 +24,12 @@ LINGER_BYTES = 1 << 20
 class Conversation:
     """One connection. `stall_s` bounds the handshake, each request's head and each slice of a body.
 
-    `seat` is asked for a place once the gate has admitted a token; False means there is none.
+    `seat` is asked for a place once the gate has admitted a token, and told its fork_id; False means
+    there is none.
     """
 
     def __init__(
-        self, stream: Stream, file: ImageFile, stall_s: float, seat: Callable[[Conversation], bool]
+        self, stream: Stream, file: ImageFile, stall_s: float, seat: Callable[[Conversation, str], bool]
     ) -> None:
         self.stream = stream
         self._file = file
@@ -57,9 +58,9 @@ class Conversation:
             decided = self._decide(request)
             # The body of a refused request stays unread: what follows it cannot be told from it.
             alive = decided.status is not HTTPStatus.BAD_REQUEST and keeps_alive(request)
-            if decided.admitted:
+            if decided.fork_id is not None:
                 patience_s = IDLE_S
-                if not self._seat(self):
+                if not self._seat(self, decided.fork_id):
                     again = ("Retry-After", "1")
                     decided = refusal(HTTPStatus.SERVICE_UNAVAILABLE, "all places are taken", again)
                     alive = False
@@ -81,9 +82,11 @@ class Conversation:
         begin = decided.begin
         while begin < decided.end:
             end = begin + file.gate.grant(min(decided.end - begin, SLICE_BYTES))
-            # Again for each slice: leases end and weights change while a body is under way.
-            file.admit(token, begin, end)
-            with file.image.readable(max(0, begin - data), max(0, end - data)) as views:
+            # Asked again for each slice: leases end and weights change while a body is under way.
+            with (
+                file.reading(token, begin, end, self.stream.cut),
+                file.image.readable(max(0, begin - data), max(0, end - data)) as views,
+            ):
                 self.stream.send([head, file.header[begin:end], *views], self._stall_s)
             head, begin = b"", end
 

@@ -3,7 +3,8 @@
 One thread a connection: bytes go out of the tensors' own memory by `sendmsg`, which works without the
 GIL. Who may hold a thread is bounded twice. A connection starts in the *lobby*; once the gate admitted
 a token of it, it has a *place*. A full lobby loses its oldest connection to the newest, so that any
-number of silent strangers keeps no reader out; with all places taken, the next reader is answered 503.
+number of silent strangers keeps no reader out; with all places taken, or those of its fork, the next
+reader is answered 503.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from rfork.transport.base import Endpoint
 from rfork.transport.http.answer import PATH, ImageFile
 from rfork.transport.http.conversation import Conversation
 from rfork.transport.http.stream import PlainStream, Stream, TlsStream
+from rfork.transport.niceness import stand_back
 
 log = logging.getLogger(__name__)
 
 LOBBY = 128
 """Most connections that have shown no valid token yet."""
 MOST_CONNECTIONS = 256
-"""Most connections that have: forks use a few each."""
+"""Most connections that have."""
+MOST_OF_A_FORK = 64
+"""Most of one fork: as many as it may have chunks in flight."""
 BACKLOG = 1024
 ACCEPT_AGAIN_S = 0.05
 
@@ -33,7 +37,8 @@ ACCEPT_AGAIN_S = 0.05
 class HttpExporter:
     """Serves one image file from construction until `close`.
 
-    `tls` None: plain TCP. `advertise` is the host that readers are told. Raises PortInUse, or
+    `tls` None: plain TCP. `advertise` is the host that readers are told. `nice`: by how much the threads
+    that send are nicer to the rest of the machine than this process. Raises PortInUse, or
     SettingsError when this machine has no such address.
     """
 
@@ -46,11 +51,13 @@ class HttpExporter:
         advertise: str,
         tls: ssl.SSLContext | None,
         stall_s: float,
+        nice: int = 0,
         most_connections: int = MOST_CONNECTIONS,
     ) -> None:
         self._file = file
         self._tls = tls
         self._stall_s = stall_s
+        self._nice = nice
         self._most_connections = most_connections
         self._listener = _listen(bind, port)
         host = f"[{advertise}]" if ":" in advertise else advertise
@@ -59,7 +66,7 @@ class HttpExporter:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._lobby: dict[Conversation, None] = {}  # oldest first
-        self._places: set[Conversation] = set()
+        self._places: dict[Conversation, str] = {}  # with its fork
         self._threads: set[threading.Thread] = set()
         self._acceptor = threading.Thread(target=self._accept, name="rfork-http-accept", daemon=True)
         self._acceptor.start()
@@ -68,6 +75,12 @@ class HttpExporter:
         """The URL, the length of the header in front of the image, and the file's entity tag now."""
         parameters = {"url": self._url, "data_offset": str(len(self._file.header)), "etag": self._file.etag}
         return Endpoint("http", parameters)
+
+    def let_in(self, channel_id: str, host: str) -> None:
+        """Nothing to do: each read shows a token. See `Exporter.let_in`."""
+
+    def let_out(self, channel_id: str) -> None:
+        """Nothing to do; see `let_in`."""
 
     def close(self) -> None:
         """Stop listening, cut every reader, and return once no thread touches the image."""
@@ -133,6 +146,7 @@ class HttpExporter:
 
     def _host(self, conversation: Conversation) -> None:
         try:
+            stand_back(self._nice)
             conversation.run()
         except OSError as error:
             log.debug("connection ended: %s", error)
@@ -142,18 +156,20 @@ class HttpExporter:
             conversation.stream.close()
             with self._lock:
                 self._lobby.pop(conversation, None)
-                self._places.discard(conversation)
+                self._places.pop(conversation, None)
                 self._threads.discard(threading.current_thread())
 
-    def _seat(self, conversation: Conversation) -> bool:
-        """Give a connection of the lobby a place; whether it has one now."""
+    def _seat(self, conversation: Conversation, fork_id: str) -> bool:
+        """Give a connection of the lobby a place, as one of this fork; whether it has one now."""
         with self._lock:
             if conversation in self._places:
                 return True
             if conversation not in self._lobby or len(self._places) >= self._most_connections:
                 return False
+            if list(self._places.values()).count(fork_id) >= MOST_OF_A_FORK:
+                return False
             del self._lobby[conversation]
-            self._places.add(conversation)
+            self._places[conversation] = fork_id
             return True
 
     def _evict_to(self, most: int) -> None:

@@ -7,9 +7,8 @@ same port is not mistaken for its predecessor.
 
 from __future__ import annotations
 
-import os
+import json
 import socket
-import stat
 import struct
 import threading
 import time
@@ -20,15 +19,17 @@ from typing import Literal
 import torch
 
 from rfork.errors import RforkError, SettingsError, SourceGone, SourceStalled
+from rfork.transport.transfer_engine.guard import Guard
 from rfork.transport.transfer_engine.library import NativeEngine, new_engine
 
 Protocol = Literal["rdma", "tcp"]
 
-_PROBE = b"\x03{}"
-"""Mooncake's handshake message "probe" (type 3) with an empty JSON object: answered, and else ignored."""
-
-_ACCEPT_TIMEOUT = struct.pack("ll", 0, 20_000)
-"""20 ms as a `struct timeval`."""
+_METADATA, _PROBE = 1, 3
+"""Mooncake's handshake messages for "send your segment's description" and "are you there"."""
+_LARGEST_ANSWER = 1 << 20
+_ACCEPT_S = 0.02
+_SELF = "127.0.0.1"
+_START_S = 2.0
 
 
 class TransferState(Enum):
@@ -42,23 +43,44 @@ class TransferState(Enum):
 class Engine:
     """A running engine. Raises SettingsError when `protocol` cannot start here. Not usable after fork().
 
-    `host` is the address that peers use; the engine listens on every interface whatever it says.
+    `host` is the address that peers use; the engine listens on every interface whatever it says. Only
+    hosts that its `guard` lets in reach it. Between the engine's own start and the guard's, about a
+    millisecond, everybody does: there is no memory to be read or written then, but a malformed message
+    that arrives in it ends the process.
     """
 
     def __init__(self, host: str, protocol: Protocol, devices: str = "") -> None:
         self.protocol = protocol
-        native = new_engine()
-        if native.initialize(host, "P2PHANDSHAKE", protocol, devices) != 0:
+        self._native: NativeEngine | None = new_engine()
+        self._registered: list[int] = []
+        if self._native.initialize(host, "P2PHANDSHAKE", protocol, devices) != 0:
             raise SettingsError(
                 f"transfer_engine could not start over {protocol} at {host}",
                 hint="run with MC_LOG_LEVEL=INFO to see why; check RFORK_ADVERTISE and RFORK_RDMA_DEVICES",
             )
-        self._native: NativeEngine | None = native
-        self._registered: list[int] = []
-        self.session = f"{host}:{native.get_rpc_port()}"
-        _shorten_accept(native.get_rpc_port())
-        # The accept() under way keeps the time limit it began with, unless somebody comes: so come.
-        probe(f"127.0.0.1:{native.get_rpc_port()}", time.monotonic() + 2.0)
+        port = self._native.get_rpc_port()
+        self.session = f"{host}:{port}"
+        self.guard = Guard()
+        try:
+            self._stand_guard(port)
+        except RforkError:
+            self.close()
+            raise
+
+    def _stand_guard(self, port: int) -> None:
+        """Shut both ports, but for the one visit that tells which the other is.
+
+        Taking an engine down waits for its thread in accept() *while it holds the interpreter lock*, a
+        second in which a serving process would stand still: so that is made to wake more often. The
+        accept() under way keeps the time limit it began with, unless somebody comes: this visit.
+        """
+        self.guard.let_in("self", _SELF)
+        self.guard.add(port, _ACCEPT_S)
+        if self.protocol == "tcp":
+            self.guard.add(_data_port(port))
+        else:
+            probe(f"{_SELF}:{port}", time.monotonic() + _START_S)
+        self.guard.let_out("self")
 
     def register(self, areas: Sequence[tuple[int, int]]) -> None:
         """Make (address, length) areas readable and writable for peers. Raises SettingsError."""
@@ -98,6 +120,7 @@ class Engine:
         The caller sees to it that no other thread is inside a call. Safe to call twice.
         """
         native, self._native = self._native, None
+        self.guard.close()
         if native is not None and self._registered:
             # It goes away with the engine if this fails.
             native.batch_unregister_memory(self._registered)
@@ -130,6 +153,8 @@ def connect_engine(
         scratch = torch.zeros(4096, dtype=torch.uint8)
         try:
             if protocol == "rdma":
+                # The source asks back for the description of this side. Over TCP nobody comes here.
+                _let_source_in(engine, session)
                 engine.register([(scratch.data_ptr(), scratch.numel())])
             read = engine.start_read(session, scratch.data_ptr(), remote, 1)
             wait = threading.Event()
@@ -158,6 +183,17 @@ def connect_engine(
     raise SourceGone(f"{session} refused the first read over transfer_engine")
 
 
+def _let_source_in(engine: Engine, session: str) -> None:
+    """Raises SourceGone when the session's host has no address."""
+    host, _, port = session.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise SourceGone(f"{session} is not reachable: {error}") from error
+    for address in {str(address[0]) for *_, address in found}:
+        engine.guard.let_in(f"source at {address}", address)
+
+
 def probe(session: str, deadline: float, patience_s: float = 2.0) -> None:
     """Ask the handshake port of `session` for a sign of life, without any engine.
 
@@ -167,37 +203,33 @@ def probe(session: str, deadline: float, patience_s: float = 2.0) -> None:
     host, _, port = session.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise SourceGone(f"{session!r} is not a transfer_engine session (host:port)")
-    limit = max(min(patience_s, deadline - time.monotonic()), 0.001)
     try:
-        with socket.create_connection((host, int(port)), timeout=limit) as connection:
-            connection.sendall(struct.pack("<Q", len(_PROBE)) + _PROBE)
-            # An answer of any kind, even a hang-up, comes from a live handshake thread.
-            connection.recv(4096)
+        # An answer of any kind, even a hang-up, comes from a live handshake thread.
+        _ask(host, int(port), _PROBE, max(min(patience_s, deadline - time.monotonic()), 0.001), most=1)
     except TimeoutError as error:
         raise SourceStalled(f"{session} does not answer transfer_engine's handshake") from error
     except OSError as error:
         raise SourceGone(f"{session} is not reachable: {error}") from error
 
 
-def _shorten_accept(port: int) -> None:
-    """Let the engine's listener wake every 20 ms instead of every second.
+def _data_port(port: int) -> int:
+    """The port that an engine of this process gives bytes at, as it tells at its handshake port."""
+    try:
+        answer = json.loads(_ask(_SELF, port, _METADATA, _START_S, most=_LARGEST_ANSWER)[9:])
+        return int(answer["tcp_data_port"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingsError(f"transfer_engine does not tell its data port: {error!r}") from error
 
-    Taking an engine down waits for that thread *while it holds the interpreter lock*: a second in
-    which a serving process would stand still.
+
+def _ask(host: str, port: int, kind: int, timeout: float, *, most: int) -> bytes:
+    """Send a handshake message with nothing in it; the answer, or its beginning of at least `most` bytes.
+
+    In front of it come its length (8 bytes) and its kind. Raises TimeoutError or another OSError.
     """
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as listener:
-                if _listens_on(listener, port):
-                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _ACCEPT_TIMEOUT)
-        except OSError:
-            continue  # closed by another thread meanwhile, so not the listener
-
-
-def _listens_on(candidate: socket.socket, port: int) -> bool:
-    if candidate.family not in (socket.AF_INET, socket.AF_INET6):
-        return False
-    listens = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    return bool(listens) and candidate.getsockname()[1] == port
+    message = bytes([kind]) + b"{}"
+    answer = b""
+    with socket.create_connection((host, port), timeout=timeout) as connection:
+        connection.sendall(struct.pack("<Q", len(message)) + message)
+        while len(answer) < most and (part := connection.recv(4096)):
+            answer += part
+    return answer

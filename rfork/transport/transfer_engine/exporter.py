@@ -1,4 +1,4 @@
-"""The source side: the image's memory registered with an engine of its own."""
+"""The source side: the image's memory registered with an engine of its own, whose ports are guarded."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ log = logger(__name__)
 
 
 class TransferEngineExporter:
-    """One image, readable by whoever reaches the engine's ports. Runs on the source.
+    """One image, readable by the hosts of those that hold a channel. Runs on the source.
 
     Reads are one-sided: no code of the source runs for them. So nothing here asks the gate, counts
-    bytes or holds a rate; the lease is checked once, where the address map is handed out (the peer
-    service's OpenChannel). A relay's unverified chunks are readable too: readers rely on
-    WatchProgress for what may be read, and on the digests for what arrived.
+    bytes or holds a rate; the lease is checked where the peer service opens a channel, which lets the
+    reader's host in. Once the last channel of a host has ended its connections are cut: over TCP it then
+    reads no more. Over RDMA its network card keeps what it was granted until this exporter is closed.
+
+    Whoever is let in may also write: the engine knows no readers that only read. A relay's unverified
+    chunks are readable too: readers rely on WatchProgress for what may be read, and on the digests for
+    what arrived.
 
     Raises SettingsError when the image lies in too many areas to register, or the engine cannot start.
     """
@@ -55,14 +59,22 @@ class TransferEngineExporter:
         )
         if protocol == "tcp":
             log.warning(
-                "transfer_engine over plain TCP: whoever reaches this port reads AND WRITES the weights, "
-                "without a lease; keep it on a network of its own, or unset RFORK_UNGUARDED_TCP",
+                "transfer_engine over plain TCP: while a reader has a channel, every process on its host "
+                "reads AND WRITES the weights; unset RFORK_UNGUARDED_TCP unless you trust those hosts wholly",
                 session=self._engine.session,
             )
 
     def endpoint(self) -> Endpoint:
         """The session, and the address of every byte of the image."""
         return self._endpoint
+
+    def let_in(self, channel_id: str, host: str) -> None:
+        """Let the reader's host reach the engine; see `Exporter.let_in`. Raises SourceBusy."""
+        self._engine.guard.let_in(channel_id, host)
+
+    def let_out(self, channel_id: str) -> None:
+        """Shut it out and cut it off, unless it has another channel; see `Exporter.let_out`."""
+        self._engine.guard.let_out(channel_id)
 
     def close(self) -> None:
         """Unregister the memory and take the engine down, reads under way included. Safe to call twice."""

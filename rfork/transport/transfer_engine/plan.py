@@ -117,6 +117,20 @@ def requests(pieces: Sequence[Piece], *, gather: bool) -> list[Request]:
     return planned
 
 
+def head(request: Request, most: int) -> tuple[Request, Request | None]:
+    """Part a request in two: the first of at most `most` bytes, or of one piece, and what is left."""
+    if request.length <= most:
+        return request, None
+    if not request.pieces:
+        left = Request(request.remote + most, request.length - most, request.local + most)
+        return Request(request.remote, most, request.local), left
+    ends = [piece.remote + piece.length - request.remote for piece in request.pieces]
+    count = max(1, bisect_right(ends, most))
+    if count == len(ends):
+        return request, None
+    return _gathered([*request.pieces[:count]]), _gathered([*request.pieces[count:]])
+
+
 def _cut(piece: Piece) -> Iterator[Request]:
     for offset in range(0, piece.length, REQUEST_BYTES):
         length = min(REQUEST_BYTES, piece.length - offset)

@@ -13,8 +13,16 @@ import torch
 
 from rfork.errors import SourceError, SourceGone, SourceStalled
 from rfork.image.memory import Image
+from rfork.transport.bucket import SLICE_S, Bucket
 from rfork.transport.transfer_engine.engine import Engine, TransferState, probe
-from rfork.transport.transfer_engine.plan import STAGING_BYTES, AddressMap, Request, common_pieces, requests
+from rfork.transport.transfer_engine.plan import (
+    STAGING_BYTES,
+    AddressMap,
+    Request,
+    common_pieces,
+    head,
+    requests,
+)
 
 MOST_BYTES_IN_FLIGHT = 64 << 20
 MOST_READS_IN_FLIGHT = 64
@@ -25,6 +33,14 @@ GRACE_S = 3.0
 """A read past its deadline gets this long to end: the engine fails one that makes no progress after 2 s."""
 
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.0002, 0.004
+
+LEAST_HELD_BYTES = 256 << 10
+"""Bytes of one read under a rate, at least: a read costs 40 to 80 µs whatever its size."""
+LEAST_HELD_IN_FLIGHT, HELD_IN_FLIGHT_S = 4 << 20, 0.002
+"""Bytes in flight under a rate, all reads together: so many, or those of so long where that is more. What is
+in flight comes however low the next rate is, so a source that asks for less gets it soon."""
+HOLD_S = 0.05
+"""Longest wait for the rate's next bytes: it may have been raised meanwhile."""
 
 
 class TransferEngineReader:
@@ -43,6 +59,8 @@ class TransferEngineReader:
         self._remote = remote
         self._image = image
         self._gather = gather and image.device.type == "cpu"
+        self._bucket = Bucket()
+        self._flying = 0
         self._changed = threading.Condition()
         self._broken = threading.Event()
         self._error: SourceError | None = None
@@ -60,6 +78,35 @@ class TransferEngineReader:
         pieces = common_pieces(self._remote.segments(begin, end), self._image.segments(begin, end))
         with self._use():
             _Run(self, requests(pieces, gather=self._gather), deadline).finish()
+
+    def hold_to(self, rate: int | None) -> None:
+        """Take at most `rate` bytes a second: no code of the source runs that could hold this reader back.
+
+        Reads that are under way run to their end at the speed of the link.
+        """
+        self._bucket.hold_to(rate)
+
+    def spend(self, request: Request) -> tuple[Request, Request | None, float]:
+        """What of a request may be started now, what is left of it, and the seconds to wait before either.
+
+        What was started is given back with `landed`.
+        """
+        rate = self._bucket.rate
+        first, left, held = request, None, 0.0
+        with self._changed:
+            if rate is not None:
+                most = max(LEAST_HELD_IN_FLIGHT, int(rate * HELD_IN_FLIGHT_S))
+                first, left = head(request, min(most, max(LEAST_HELD_BYTES, int(rate * SLICE_S))))
+                full = self._flying > 0 and self._flying + first.length > most
+                held = SHORTEST_WAIT_S if full else self._bucket.spend(first.length)
+            if held <= 0:
+                self._flying += first.length
+        return first, left, held
+
+    def landed(self, nbytes: int) -> None:
+        """So many bytes of what was started are not in flight any more."""
+        with self._changed:
+            self._flying -= nbytes
 
     def close(self) -> None:
         """Take the engine down; reads under way raise SourceGone. Safe to call twice."""
@@ -150,10 +197,10 @@ class _Run:
             late = time.monotonic() >= self._deadline
             if self._failed or late:
                 break
-            self._start()
+            held = self._start()
             if self._look():
                 wait = SHORTEST_WAIT_S
-            elif self._reader._broken.wait(wait):
+            elif self._reader._broken.wait(wait if self._flying else max(wait, min(held, HOLD_S))):
                 self._reader._raise_if_spent()
             else:
                 wait = min(wait * 1.5, LONGEST_WAIT_S)
@@ -161,25 +208,40 @@ class _Run:
             self._drain()
             raise self._reason()
 
-    def _start(self) -> None:
+    def _start(self) -> float:
+        """Start what there is room for; the seconds until the rate lets the next one start."""
         while self._waiting and self._has_room():
-            request, staging = self._waiting[0], None
-            local = request.local
-            if request.pieces:
+            staging = None
+            if self._waiting[0].pieces:
                 staging = self._reader.take_staging(wait_until=None if self._flying else self._deadline)
                 if staging is None:
-                    return
-                local = staging.data_ptr()
+                    return 0.0
+            request, left, held = self._reader.spend(self._waiting[0])
+            if held > 0:
+                self._give_back(staging)
+                return held
             self._waiting.popleft()
+            if left is not None:
+                self._waiting.appendleft(left)
+            # What is left of a staged request may be a single piece, which goes straight to its place.
+            local = staging.data_ptr() if request.pieces and staging is not None else request.local
+            if not request.pieces:
+                self._give_back(staging)
+                staging = None
             try:
                 number = self._engine.start_read(self._reader._session, local, request.remote, request.length)
             except SourceGone:
                 self._failed = True
-                if staging is not None:
-                    self._reader.give_staging(staging)
-                return
+                self._reader.landed(request.length)
+                self._give_back(staging)
+                return 0.0
             self._flying[number] = (request, staging)
             self._bytes += request.length
+        return 0.0
+
+    def _give_back(self, staging: torch.Tensor | None) -> None:
+        if staging is not None:
+            self._reader.give_staging(staging)
 
     def _has_room(self) -> bool:
         return len(self._flying) < MOST_READS_IN_FLIGHT and self._bytes < MOST_BYTES_IN_FLIGHT
@@ -194,12 +256,12 @@ class _Run:
         for number, state in ended:
             request, staging = self._flying.pop(number)
             self._bytes -= request.length
+            self._reader.landed(request.length)
             if state is TransferState.FAILED:
                 self._failed = True
             elif staging is not None:
                 _scatter(request, staging.data_ptr())
-            if staging is not None:
-                self._reader.give_staging(staging)
+            self._give_back(staging)
         return bool(ended)
 
     def _drain(self) -> None:

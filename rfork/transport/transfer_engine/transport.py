@@ -15,6 +15,7 @@ from rfork.errors import MissingExtra, SettingsError, SourceGone
 from rfork.image.memory import Image
 from rfork.settings import Settings
 from rfork.transport.base import Availability, Endpoint, Gate, TokenSource
+from rfork.transport.niceness import made_standing_back
 from rfork.transport.transfer_engine.engine import Engine, Protocol, connect_engine
 from rfork.transport.transfer_engine.exporter import TransferEngineExporter
 from rfork.transport.transfer_engine.library import library_state, rdma_devices
@@ -26,6 +27,7 @@ class TransferEngineTransport:
     """One-sided reads over Mooncake's TransferEngine; RDMA where this machine has it, else TCP if allowed."""
 
     name = "transfer_engine"
+    one_sided = True
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -46,10 +48,10 @@ class TransferEngineTransport:
         if not self._settings.unguarded_tcp:
             return Availability(
                 False,
-                "no RDMA device, and over plain TCP it cannot enforce leases",
-                "RFORK_UNGUARDED_TCP=1 allows that on a network that you trust wholly",
+                "no RDMA device, and over plain TCP a lease lets a whole host read, and write",
+                "RFORK_UNGUARDED_TCP=1 allows that where you trust the hosts of all readers wholly",
             )
-        return Availability(True, "over plain TCP, which RFORK_UNGUARDED_TCP allows: leases are not enforced")
+        return Availability(True, "over plain TCP, which RFORK_UNGUARDED_TCP allows: a lease admits a host")
 
     def export(self, image: Image, gate: Gate) -> TransferEngineExporter:
         """Source side: register the image's memory. `gate` is not asked: see TransferEngineExporter.
@@ -57,8 +59,10 @@ class TransferEngineTransport:
         Raises SettingsError where it cannot run, MissingExtra when the wheel does not fit the image.
         """
         self._require(image)
-        return TransferEngineExporter(
-            image, self._settings.reachable_at, self.protocol, self._settings.rdma_devices
+        reachable_at, devices = self._settings.reachable_at, self._settings.rdma_devices
+        return made_standing_back(
+            self._settings.giving_nice,
+            lambda: TransferEngineExporter(image, reachable_at, self.protocol, devices),
         )
 
     def connect(

@@ -185,14 +185,20 @@ def test_segment_lists_that_do_not_fit_are_refused() -> None:
         Progress(((0, 2), (5, 6)), draining=True, weights_id="ab" * 16),
         Progress(((3, 5),), False, (b"x" * 16, b"y" * 16), "cd" * 16, None, Reading(1.5)),
         Progress((), draining=False, reading=Reading(0.0, relayed=True)),
+        Progress((), draining=False, rate=5_000_000),
     ],
-    ids=["keep-alive", "sealed", "draft", "relayed"],
+    ids=["keep-alive", "sealed", "draft", "relayed", "rate"],
 )
 def test_progress_comes_back(progress: Progress) -> None:
     """Chunks, digests, draft, weights and flags arrive as they were."""
     message = codec.progress_message(progress, 7)
     received = peer_pb2.WatchProgressResponse.FromString(message.SerializeToString())
     assert (7, progress) == (received.generation, codec.progress_of(received))
+
+
+def test_a_rate_of_nothing_is_not_taken_at_its_word() -> None:
+    """It would stop a reader for good; the source that says it is slow, not finished."""
+    assert 1 == codec.progress_of(peer_pb2.WatchProgressResponse(rate=0)).rate
 
 
 @pytest.mark.parametrize(("begin", "end", "digests"), [(0, 2, 16), (0, 1, 15), (2, 0, 16), (0, 1 << 60, 16)])

@@ -1,4 +1,4 @@
-"""The governor: a byte budget on a clock of the test's own."""
+"""The governor: one byte budget for all that give, of the cap and of what the latency guard allows."""
 
 from __future__ import annotations
 
@@ -6,82 +6,102 @@ import threading
 
 import pytest
 
-from rfork.seed.governor import BURST_S, LEAST_GRANT, Governor
+from rfork.seed.governor import LEAST_GRANT, Governor
+from rfork.seed.latency import FIRST_RATE, LatencyGuard
+from rfork.transport.bucket import SLICE_S
+from tests.unit.clock import Clock
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_without_a_rate_everything_passes() -> None:
-    """No cap, no wait."""
-    governor = Governor(None)
-    assert [0.0] * 3 == [governor.reserve(1 << 40) for _ in range(3)]
-
-
-def test_the_rate_holds_back_to_back() -> None:
-    """Each spender waits until the bytes before its own have been paid for."""
-    governor = Governor(1000, clock=Clock())
-    assert [0.0, 0.5, 1.5, 1.6] == pytest.approx([governor.reserve(nbytes) for nbytes in (500, 1000, 100, 1)])
-
-
-@pytest.mark.parametrize(
-    ("idle_s", "expected"),
-    [(0.0, 0.5), (0.2, 0.3), (0.5, 0.0), (60.0, 0.0)],
-)
-def test_waiting_pays_the_debt(idle_s: float, expected: float) -> None:
-    """The debt of 500 bytes at 1000 bytes a second is gone after half a second."""
-    clock = Clock()
-    governor = Governor(1000, clock=clock)
-    governor.reserve(500)
-    clock.now += idle_s
-    assert pytest.approx(expected) == governor.reserve(1)
-
-
-def test_an_idle_hour_saves_no_more_than_a_burst() -> None:
-    """After any idle time only `BURST_S` of budget can be spent at once."""
-    clock = Clock()
-    governor = Governor(1000, clock=clock)
-    clock.now += 3600
-    governor.reserve(1000)
-    assert pytest.approx(1 - BURST_S) == governor.reserve(1)
-
-
-def test_the_rate_holds_over_time() -> None:
-    """A spender that keeps to the waits it is told never exceeds the rate and its burst."""
-    clock = Clock()
-    governor = Governor(1000, clock=clock)
-    spent = 0
-    for nbytes in (700, 30, 900, 1, 1, 250) * 50:
-        clock.now += governor.reserve(nbytes)
-        spent += nbytes
-    assert spent - 900 <= 1000 * (clock.now - 100.0 + BURST_S)
+def serving(clock: Clock, floor: int = 1000) -> LatencyGuard:
+    """A guard whose instance serves units of 10 ms and has given nothing yet."""
+    guard = LatencyGuard(1.05, floor=lambda: floor, clock=clock)
+    for _ in range(20):
+        clock.now += 0.01
+        guard.observe(0.01)
+    return guard
 
 
 @pytest.mark.parametrize(
     ("rate", "most", "expected"),
     [
         (None, 1 << 30, 1 << 30),
-        (10_000_000, 1 << 30, 1_000_000),
-        (10_000_000, 5, 5),
+        (100_000_000, 1 << 30, 2_000_000),
+        (100_000_000, 5, 5),
         (1000, 1 << 30, LEAST_GRANT),
     ],
 )
 def test_a_grant_under_a_rate_is_small(rate: int | None, most: int, expected: int) -> None:
-    """A tenth of a second's worth at most, so that many readers of a slow seed all hear from it."""
+    """A fiftieth of a second's worth at most, so that what serves beside it soon has the core again."""
     assert expected == Governor(rate, clock=Clock()).grant(most)
 
 
-def test_closing_wakes_who_waits() -> None:
-    """A spender in deep debt is let go when the instance closes."""
-    governor = Governor(1)
-    governor.reserve(1 << 30)
+@pytest.mark.parametrize(
+    ("cap", "expected"), [(None, FIRST_RATE), (FIRST_RATE * 2, FIRST_RATE), (5_000_000, 5_000_000)]
+)
+def test_the_lower_rate_holds(cap: int | None, expected: int) -> None:
+    """The fixed cap, or what the latency of an instance that serves allows."""
+    clock = Clock()
+    governor = Governor(cap, serving(clock), clock=clock)
+    assert (expected, int(expected * SLICE_S)) == (governor.rate(giving=True), governor.grant(1 << 40))
+
+
+@pytest.mark.parametrize(
+    ("reads", "cap", "expected"),
+    [(False, None, None), (False, 7, 7), (True, None, FIRST_RATE), (True, 7, 7)],
+)
+def test_the_planner_hears_of_what_readers_are_held_to(
+    reads: bool, cap: int | None, expected: int | None
+) -> None:
+    """While somebody reads that is the rate now; else only the cap is known."""
+    clock = Clock()
+    governor = Governor(cap, serving(clock), clock=clock)
+    governor.rate(giving=reads)
+    assert expected == governor.held
+
+
+def test_a_grant_that_waits_hears_of_a_raised_rate() -> None:
+    """It was told to wait for hours at the old rate, and goes as soon as the instance idles."""
+    clock = Clock()
+    guard = serving(clock, floor=1)
+    governor = Governor(1, guard, clock=clock)
+    governor.grant(1 << 20)
     waiter = threading.Thread(target=governor.grant, args=(1,))
     waiter.start()
-    governor.close()
+    clock.now += 1 << 20
     waiter.join(30)
     assert not waiter.is_alive()
+
+
+def test_every_reader_gets_its_turn() -> None:
+    """Of several that ask again and again none is left behind: each got a part before any had it all."""
+    governor = Governor(8 << 20)
+    left = dict.fromkeys("abcd", 1 << 20)
+    first_done = threading.Event()
+    at_first: dict[str, int] = {}
+
+    def take(name: str) -> None:
+        while left[name]:
+            left[name] -= governor.grant(left[name])
+        if not first_done.is_set():
+            first_done.set()
+            at_first.update(left)
+
+    readers = [threading.Thread(target=take, args=(name,)) for name in left]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(30)
+    assert (0, True) == (sum(left.values()), all(rest < 1 << 20 for rest in at_first.values()))
+
+
+def test_closing_wakes_who_waits() -> None:
+    """Those in line behind a deep debt are let go when the instance closes."""
+    governor = Governor(1)
+    governor.grant(1 << 20)
+    waiters = [threading.Thread(target=governor.grant, args=(1,)) for _ in range(3)]
+    for waiter in waiters:
+        waiter.start()
+    governor.close()
+    for waiter in waiters:
+        waiter.join(30)
+    assert [False] * 3 == [waiter.is_alive() for waiter in waiters]

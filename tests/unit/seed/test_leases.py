@@ -8,7 +8,7 @@ import pytest
 
 from rfork.control.lease import LeaseClaims, sign
 from rfork.errors import LeaseRefused, SourceBusy, SourceChanged
-from rfork.seed.leases import LeaseBook
+from rfork.seed.leases import MOST_CHANNELS, LeaseBook
 
 KEYS = {name: name.encode() * 32 for name in "abc"}
 CLAIMS = LeaseClaims("fork-1", "seed-1", "0" * 32, None, 0, 1030.0)
@@ -193,3 +193,26 @@ def test_a_renewed_lease_keeps_the_place() -> None:
     for clock.now in (1030.0, 1059.0, 1060.0):
         readers.append(leases.readers)
     assert [("fork-1",), ("fork-1",), ()] == readers
+
+
+def test_one_fork_gets_no_more_than_a_handful_of_channels() -> None:
+    """A fork that asks for more is refused; others are not, and it may go on once it closed one."""
+    leases = book()
+    channels = [opened(leases, "fork-1") for _ in range(MOST_CHANNELS)]
+    with pytest.raises(SourceBusy, match="gets no more"):
+        opened(leases, "fork-1")
+    opened(leases, "fork-2")
+    leases.close(channels[0])
+    assert leases.holds(opened(leases, "fork-1"), "fork-1")
+
+
+def test_a_channel_that_expired_is_swept_once() -> None:
+    """However it was noticed that the lease is over, the channel is told of, and not again."""
+    clock = Clock()
+    leases = book(clock)
+    first, second = opened(leases, "fork-1"), opened(leases, "fork-2", expires_at=1060.0)
+    clock.now = 1030.0
+    before = leases.readers
+    swept = [leases.sweep(), leases.sweep()]
+    clock.now = 1060.0
+    assert (("fork-2",), [(first,), ()], (second,)) == (before, swept, leases.sweep())

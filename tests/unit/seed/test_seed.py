@@ -14,9 +14,13 @@ from rfork.errors import LayoutMismatch, LeaseRefused, SourceBusy, SourceChanged
 from rfork.image.board import ChunkBoard
 from rfork.image.capture import image_of
 from rfork.image.chunks import MIB
+from rfork.image.manifest import Manifest
+from rfork.image.memory import Image
+from rfork.peer.answers import PeerHost
 from rfork.peer.base import Progress
 from rfork.peer.memory import MemoryPeers
-from rfork.peer.server import PeerHost, PeerService
+from rfork.peer.server import PeerService
+from rfork.seed import holding
 from rfork.seed.holding import seal
 from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
@@ -28,14 +32,14 @@ IMAGE = image_of({"a": torch.arange(3 * MIB, dtype=torch.uint8)})
 LAYOUT_ID = IMAGE.layout.layout_id
 
 
-def made(board: ChunkBoard | None = None, *, network: MemoryNetwork | None = None) -> Seed:
+def made(board: ChunkBoard | None = None, *, network: MemoryNetwork | None = None, of: Image = IMAGE) -> Seed:
     seed = Seed(
-        IMAGE,
+        of,
         Identity("model", instance_id="seed-1"),
         Settings(host="node", drain_s=0),
         [MemoryTransport(network or MemoryNetwork())],
         board=board,
-        manifest=seal(IMAGE) if board is None else None,
+        manifest=seal(of) if board is None else None,
         serve_peer=MemoryPeers().service,
     )
     seed.learn_keys([KEY])
@@ -114,6 +118,98 @@ def test_a_fence_cuts_readers_off() -> None:
     )
 
 
+def test_a_fence_waits_for_the_slice_under_way() -> None:
+    """A reader that does not take its slice is cut; after the fence nothing is read any more."""
+    said: list[str] = []
+    begun, ended = threading.Event(), threading.Event()
+
+    def cut() -> None:
+        said.append("cut")
+        ended.set()
+
+    def read() -> None:
+        with seed.reading(token(), 0, MIB, cut):
+            begun.set()
+            ended.wait(60)
+            said.append("read")
+
+    with made() as seed:
+        thread = threading.Thread(target=read)
+        thread.start()
+        assert begun.wait(60)
+        seed.fence()
+        said.append("fenced")
+        with pytest.raises(SourceChanged), seed.reading(token(), 0, MIB, cut):
+            said.append("read after all")
+        thread.join()
+    assert ["cut", "read", "fenced"] == said
+
+
+def test_dropped_chunks_are_not_read_any_more() -> None:
+    """Who dropped them is about to write them anew: reads under way are over first."""
+    said: list[str] = []
+    begun, ended = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with seed.reading(token(), MIB, 2 * MIB, ended.set):
+            begun.set()
+            ended.wait(60)
+            said.append("read")
+
+    with made(ChunkBoard(IMAGE.layout.chunks, [0, 1])) as seed:
+        thread = threading.Thread(target=read)
+        thread.start()
+        assert begun.wait(60)
+        seed.drop([1])
+        said.append("dropped")
+        thread.join()
+    assert ["read", "dropped"] == said
+
+
+def test_an_update_gives_the_new_bytes_afterwards() -> None:
+    """Inside the block nothing is given; after it the new weights are, under another generation."""
+    image = image_of({"a": torch.zeros(2 * MIB, dtype=torch.uint8)})
+    before = seal(image).weights_id
+    with made(of=image) as seed:
+        with seed.updating():
+            inside = seed.report()
+            image.regions[0].fill_(1)
+        after = seed.report()
+    assert (before != after.weights_id, seal(image).weights_id) == (True, after.weights_id)
+    assert [("loading", 1, None), ("serving", 1, after.weights_id)] == [
+        (told.state, told.generation, told.weights_id) for told in (inside, after)
+    ]
+
+
+def test_an_update_that_fails_gives_nothing() -> None:
+    """What the weights are then nobody knows: it stays fenced until an update that does not fail."""
+    with made() as seed:
+        with pytest.raises(RuntimeError, match="half written"), seed.updating():
+            raise RuntimeError("half written")
+        failed = seed.report()
+        with seed.updating():
+            pass
+        report = seed.report()
+    assert [("loading", 1, ()), ("serving", 2, ((0, 3),))] == [
+        (told.state, told.generation, told.verified) for told in (failed, report)
+    ]
+
+
+def test_a_fence_while_the_digests_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digests may be of bytes that changed meanwhile: they are not given."""
+    with made() as seed:
+
+        def sealed(image: Image) -> Manifest:
+            manifest = seal(image)
+            seed.fence()
+            return manifest
+
+        monkeypatch.setattr(holding, "seal", sealed)
+        seed.reseal()
+        report = seed.report()
+    assert ("loading", (), None) == (report.state, report.verified, report.weights_id)
+
+
 def test_a_manifest_of_another_layout_is_not_learnt() -> None:
     """A relay takes no manifest that does not describe its image."""
     other = seal(image_of({"b": torch.zeros(8)}))
@@ -125,7 +221,7 @@ def test_a_channel_of_another_layout_is_refused() -> None:
     """Only a target of the same layout gets a place."""
     with made() as seed:
         with pytest.raises(LayoutMismatch):
-            seed.open_channel(seed.check(token()), "0" * 32, ["memory"])
+            seed.open_channel(seed.check(token()), "0" * 32, ["memory"], "127.0.0.1")
         assert () == seed.report().readers
 
 
@@ -133,23 +229,23 @@ def test_a_channel_needs_a_transport_of_both() -> None:
     """The first transport that both sides have is used; without one there is no channel."""
     with made() as seed:
         fork_id = seed.check(token())
-        _, endpoint = seed.open_channel(fork_id, LAYOUT_ID, ["carrier pigeon", "memory"])
+        _, endpoint = seed.open_channel(fork_id, LAYOUT_ID, ["carrier pigeon", "memory"], "127.0.0.1")
         with pytest.raises(SourceChanged):
-            seed.open_channel(fork_id, LAYOUT_ID, ["carrier pigeon"])
+            seed.open_channel(fork_id, LAYOUT_ID, ["carrier pigeon"], "127.0.0.1")
     assert "memory" == endpoint.transport
 
 
 def test_draining_waits_for_readers_and_takes_no_more() -> None:
     """A draining seed refuses new readers and is done when the last one has left."""
     with made() as seed:
-        channel, _ = seed.open_channel(seed.check(token()), LAYOUT_ID, ["memory"])
+        channel, _ = seed.open_channel(seed.check(token()), LAYOUT_ID, ["memory"], "127.0.0.1")
         draining, drained = threading.Event(), []
         with seed.on_change(lambda: draining.set() if seed.draining else None):
             thread = threading.Thread(target=lambda: drained.append(seed.drain(60.0)))
             thread.start()
             assert draining.wait(60)
             with pytest.raises(SourceBusy):
-                seed.open_channel(seed.check(token("fork-2")), LAYOUT_ID, ["memory"])
+                seed.open_channel(seed.check(token("fork-2")), LAYOUT_ID, ["memory"], "127.0.0.1")
             seed.close_channel(channel)
             thread.join()
     assert ([True], "draining") == (drained, seed.report().state)
@@ -158,7 +254,7 @@ def test_draining_waits_for_readers_and_takes_no_more() -> None:
 def test_draining_gives_up_in_time() -> None:
     """A reader that stays does not hold the seed past its time."""
     with made() as seed:
-        seed.open_channel(seed.check(token()), LAYOUT_ID, ["memory"])
+        seed.open_channel(seed.check(token()), LAYOUT_ID, ["memory"], "127.0.0.1")
         assert not seed.drain(0.01)
         seed.close()
 

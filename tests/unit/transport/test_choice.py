@@ -19,6 +19,7 @@ class Named:
 
     name: str
     usable: bool
+    one_sided: bool = False
 
     def availability(self) -> Availability:
         return Availability(

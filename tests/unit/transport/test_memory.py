@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -69,6 +70,37 @@ def test_faults_can_be_mended() -> None:
     faults.refuses = False
     pair.connect().read(0, 100, soon())
     assert content(pair.source, 0, 100) == content(pair.target, 0, 100)
+
+
+def test_a_reader_that_is_held_back_waits() -> None:
+    """After the first slice nothing more comes until the rate allows it: here not before the deadline."""
+    pair = faulty(Faults())
+    reader = pair.connect()
+    reader.hold_to(1)
+    with pytest.raises(SourceStalled, match="held back"):
+        reader.read(0, 3 * MIB, time.monotonic() + 0.1)
+    assert content(pair.source, 0, MIB) + bytes(2 * MIB) == content(pair.target, 0, 3 * MIB)
+
+
+def test_a_reader_hears_at_once_of_a_higher_rate() -> None:
+    """A read that would take a month at the old rate ends when the limit is lifted."""
+    pair = faulty(Faults())
+    reader = pair.connect()
+    reader.hold_to(1)
+    thread = threading.Thread(target=reader.read, args=(0, 3 * MIB, soon()))
+    thread.start()
+    reader.hold_to(None)
+    thread.join(30)
+    assert content(pair.source, 0, 3 * MIB) == content(pair.target, 0, 3 * MIB)
+
+
+def test_a_one_sided_export_asks_for_no_budget() -> None:
+    """As those of a transport whose reads run no code of the source."""
+    pair = Pair.over(MemoryTransport(MemoryNetwork(), one_sided=True))
+    asked: list[int] = []
+    pair.gate.before_slice = asked.append
+    pair.connect().read(0, 100, soon())
+    assert [] == asked
 
 
 def test_networks_are_apart() -> None:

@@ -15,6 +15,7 @@ from rfork.transport.transfer_engine.plan import (
     Piece,
     Request,
     common_pieces,
+    head,
     requests,
 )
 
@@ -87,3 +88,24 @@ def test_pieces_worth_a_read_of_their_own_are_not_staged() -> None:
     """From DIRECT_BYTES on a piece goes straight to its place."""
     pieces = [Piece(1, 10, DIRECT_BYTES), Piece(1 + DIRECT_BYTES, 1 << 30, DIRECT_BYTES)]
     assert [(), ()] == [request.pieces for request in requests(pieces, gather=True)]
+
+
+SMALL = (Piece(1000, 70, 100), Piece(1100, 500, 200), Piece(1310, 9000, 50))
+STAGED = Request(1000, 360, pieces=SMALL)
+
+
+@pytest.mark.parametrize(
+    ("request_", "most", "expected"),
+    [
+        (Request(1000, 360, 70), 360, (Request(1000, 360, 70), None)),
+        (Request(1000, 360, 70), 100, (Request(1000, 100, 70), Request(1100, 260, 170))),
+        (STAGED, 360, (STAGED, None)),
+        (STAGED, 359, (Request(1000, 300, pieces=SMALL[:2]), Request(1310, 50, 9000))),
+        (STAGED, 299, (Request(1000, 100, 70), Request(1100, 260, pieces=SMALL[1:]))),
+        (STAGED, 1, (Request(1000, 100, 70), Request(1100, 260, pieces=SMALL[1:]))),
+    ],
+    ids=["whole", "cut", "staged whole", "two pieces", "one piece", "less than a piece"],
+)
+def test_a_request_is_parted(request_: Request, most: int, expected: tuple[Request, Request | None]) -> None:
+    """A plain one anywhere, a staged one between its pieces; of those at least one goes first."""
+    assert expected == head(request_, most)

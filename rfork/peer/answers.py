@@ -1,0 +1,195 @@
+"""What the peer service answers, call by call. Runs on the source, on the service's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from typing import Protocol
+from urllib.parse import unquote
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+
+from rfork.image import ranges
+from rfork.image.manifest import Manifest
+from rfork.peer import admission, codec
+from rfork.peer.admission import Context
+from rfork.peer.base import Progress
+from rfork.peer.v1 import peer_pb2
+from rfork.transport.base import Endpoint
+
+SERVICE = "rfork.v1.Peer"
+HEALTH = "grpc.health.v1.Health"
+LEAST_KEEP_ALIVE_S = 0.1
+DEFAULT_KEEP_ALIVE_S = 1.0
+MOST_STREAMS = 16
+"""Progress streams of one fork at once: one for each channel that it may have."""
+MOST_MANIFESTS = 2
+"""Of one fork at once: a manifest of 100,000 tensors takes some tenths of a second to write."""
+
+
+class PeerHost(Protocol):
+    """What the peer service needs of the seed it speaks for; every method is quick and thread-safe."""
+
+    generation: int
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """What the image holds; None while a relay has not learnt it."""
+        ...
+
+    def news(self, told: tuple[ranges.Range, ...]) -> Progress:
+        """How it stands: with those of the chunks it can give that are not in `told`."""
+        ...
+
+    def check(self, token: str) -> str:
+        """The fork_id that a token was leased to; raises LeaseRefused or SourceChanged."""
+        ...
+
+    def open_channel(
+        self, fork_id: str, layout_id: str, transports: list[str], reader: str
+    ) -> tuple[str, Endpoint]:
+        """Give the reader at this IP address a place: its channel's id, how to read.
+
+        Raises LayoutMismatch, SourceBusy or SourceChanged.
+        """
+        ...
+
+    def has_channel(self, channel_id: str, fork_id: str) -> bool:
+        """Whether this fork holds an open channel of this id."""
+        ...
+
+    def close_channel(self, channel_id: str) -> None:
+        """Take the place back; one that is gone is no error."""
+        ...
+
+    def on_change(self, listener: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call `listener`, on any thread, after each change inside the `with` block."""
+        ...
+
+
+def handlers(host: PeerHost) -> Iterator[grpc.GenericRpcHandler[Message, Message]]:
+    """The peer service, and of gRPC's health service the one question that ends by itself."""
+    admitted, answers = admission.Admission(host.check), _Answers(host)
+    serves = grpc.method_handlers_generic_handler
+    manifest = admitted.handler(answers.get_manifest, peer_pb2.GetManifestRequest, most=MOST_MANIFESTS)
+    yield serves(SERVICE, {"GetManifest": manifest})
+    opened = admitted.handler(answers.open_channel, peer_pb2.OpenChannelRequest)
+    yield serves(SERVICE, {"OpenChannel": opened})
+    watch = admitted.handler(answers.watch_progress, peer_pb2.WatchProgressRequest, most=MOST_STREAMS)
+    yield serves(SERVICE, {"WatchProgress": watch})
+    closed = admitted.handler(answers.close_channel, peer_pb2.CloseChannelRequest)
+    yield serves(SERVICE, {"CloseChannel": closed})
+    health = admitted.handler(_check_health, health_pb2.HealthCheckRequest, leased=False)
+    yield serves(HEALTH, {"Check": health})
+
+
+class _Answers:
+    """What each method of ``peer.proto`` says to a fork that showed its lease."""
+
+    def __init__(self, host: PeerHost) -> None:
+        self._host = host
+
+    async def get_manifest(
+        self,
+        request: peer_pb2.GetManifestRequest,
+        context: Context[peer_pb2.GetManifestRequest, peer_pb2.GetManifestResponse],
+        fork_id: str,
+    ) -> AsyncGenerator[peer_pb2.GetManifestResponse, None]:
+        """A relay that does not know its manifest yet answers once it does."""
+        changed, subscription = self._changes()
+        with subscription:
+            while (manifest := self._host.manifest) is None:
+                changed.clear()
+                await changed.wait()
+        for part in codec.manifest_parts(
+            manifest, self._host.generation, include_tensors=request.include_tensors
+        ):
+            yield part
+
+    async def open_channel(
+        self,
+        request: peer_pb2.OpenChannelRequest,
+        context: Context[peer_pb2.OpenChannelRequest, peer_pb2.OpenChannelResponse],
+        fork_id: str,
+    ) -> AsyncGenerator[peer_pb2.OpenChannelResponse, None]:
+        """One message: the channel, and how to read on it."""
+        channel_id, endpoint = self._host.open_channel(
+            fork_id, request.layout_id, list(request.transports), _address(context.peer())
+        )
+        yield codec.endpoint_message(channel_id, endpoint, self._host.generation)
+
+    async def watch_progress(
+        self,
+        request: peer_pb2.WatchProgressRequest,
+        context: Context[peer_pb2.WatchProgressRequest, peer_pb2.WatchProgressResponse],
+        fork_id: str,
+    ) -> AsyncGenerator[peer_pb2.WatchProgressResponse, None]:
+        """The stream's end, however it comes, gives the reader's place back."""
+        channel_id = request.channel_id
+        if not self._host.has_channel(channel_id, fork_id):
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no channel {channel_id!r}")
+        keep_alive_s = max(request.keep_alive_ms / 1000 or DEFAULT_KEEP_ALIVE_S, LEAST_KEEP_ALIVE_S)
+        generation = self._host.generation
+        told: tuple[ranges.Range, ...] = ()
+        changed, subscription = self._changes()
+        try:
+            with subscription:
+                while self._host.has_channel(channel_id, fork_id):
+                    changed.clear()
+                    news = self._host.news(told)
+                    # Asked after the news is made: what is told is then of this generation.
+                    if self._host.generation != generation:
+                        await context.abort(grpc.StatusCode.ABORTED, "the weights changed")
+                    yield codec.progress_message(news, generation)
+                    told = ranges.normalise((*told, *news.chunks))
+                    await _wait(changed, keep_alive_s)
+        finally:
+            self._host.close_channel(channel_id)
+
+    async def close_channel(
+        self,
+        request: peer_pb2.CloseChannelRequest,
+        context: Context[peer_pb2.CloseChannelRequest, peer_pb2.CloseChannelResponse],
+        fork_id: str,
+    ) -> AsyncGenerator[peer_pb2.CloseChannelResponse, None]:
+        """Also what renews a lease: with a channel that is none, it only shows the token."""
+        if self._host.has_channel(request.channel_id, fork_id):
+            self._host.close_channel(request.channel_id)
+        yield peer_pb2.CloseChannelResponse()
+
+    def _changes(self) -> tuple[asyncio.Event, AbstractContextManager[None]]:
+        """An event of this loop that is set, from any thread, whenever the host changes."""
+        event = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            # The loop may be closed by now: whoever made the change is not to hear of that.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(event.set)
+
+        return event, self._host.on_change(wake)
+
+
+async def _check_health(
+    request: health_pb2.HealthCheckRequest,
+    context: Context[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse],
+    fork_id: str,
+) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
+    if request.service not in ("", SERVICE):
+        await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r}")
+    yield health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+
+def _address(peer: str) -> str:
+    """The IP address in gRPC's name of a caller: ``ipv4:10.0.0.1:4242``, or ``ipv6:%5B::1%5D:4242``."""
+    return unquote(peer.partition(":")[2].rpartition(":")[0]).strip("[]")
+
+
+async def _wait(event: asyncio.Event, timeout: float) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), timeout)
+    except TimeoutError:
+        return

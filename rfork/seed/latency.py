@@ -1,0 +1,268 @@
+"""How much an instance may give without its own work growing slow, as that work's latency alone tells.
+
+Runs on the source. The engine says how long each unit of its work took (a decode step, a request). What
+units take while (next to) nothing is given is the *baseline*; giving is held to the rate at which they take
+`setpoint` times as long on average. The mean is what decides: unlike a high quantile it shows a small
+disturbance also where units differ much by themselves, and it shows a few very late ones too.
+
+- Each unit moves the rate: by ``exp(gain · (setpoint - seconds / mean))``, so that it stands still where
+  units take as long as they may. The more units differ by themselves, the smaller is the gain. Units
+  side by side count together as one.
+- The baseline is made of units beside which nothing, or no more than `floor`, was given. Whoever gives for
+  long rests for a tenth of the time, so that the baseline follows the load: a heavier one is not taken
+  for a disturbance, and the disturbance is not learnt as normal.
+- While no unit is under way, and none ended lately, there is no limit.
+
+The rate never falls below `floor`: what is slowed down must not look stalled.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, Self
+
+from rfork.image.chunks import MIB
+
+FIRST_RATE: Final = 64 * MIB
+"""Bytes a second to begin with, for whoever was not giving while it served."""
+MOST_RATE: Final = 8 << 30
+FLOOR_RATE: Final = 8 * MIB
+
+WORST: Final = 4.0
+"""A unit counts as no more than so many usual ones: one pause of seconds says little about giving."""
+HALF: Final = 0.5
+"""No unit lowers the rate by more."""
+MOST_GAIN, LEAST_GAIN = 0.5, 0.05
+NOISE: Final = 0.005
+"""Gain times variance, in means: chance alone then moves the rate by no more than a factor of two or so."""
+
+BASELINE_UNITS, KEPT_UNITS, FEWEST_UNITS, MISFITS = 256, 32, 8, 7
+BASELINE_S: Final = 6.0
+"""Older units count for nothing, as long as there are KEPT_UNITS newer ones."""
+WAITING_UNITS: Final = 1024
+
+IDLE_S: Final = 0.5
+"""Seconds since the last unit ended, and a few times what one takes, after which nothing is served."""
+SETTLE_S: Final = 0.1
+"""Seconds until what was given before has left, and readers elsewhere have heard of a new rate."""
+LINGER_S: Final = 1.0
+"""Seconds without a question for the rate after which nothing is given any more: who gives and is held up
+by the engine's work does not ask, and the units that did so are no baseline."""
+REST_UNITS: Final = 24
+MOST_REST_S: Final = 2.0
+REST_SHARE, FIRST_REST_SHARE = 0.1, 0.3
+FIRST_REST_S: Final = 5.0
+"""Without a baseline: most seconds to wait for one at `floor`."""
+
+
+class LatencyGuard:
+    """Yields the rate at which this instance may give. Thread-safe; no thread that serves ever waits for it.
+
+    `setpoint` 0 turns it off. `floor` gives the least rate, in bytes a second. `clock` is monotonic.
+    """
+
+    def __init__(
+        self,
+        setpoint: float,
+        *,
+        floor: Callable[[], int] = lambda: FLOOR_RATE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._setpoint = setpoint
+        self._floor = floor
+        self._clock = clock
+        # The serving threads only append here; threads that give take it in, under the lock.
+        self._ended: deque[tuple[float, float]] = deque(maxlen=WAITING_UNITS)
+        self._running: dict[int, float] = {}
+        self._lock = threading.Lock()
+        self._baseline = Baseline()
+        self._rate: float = FIRST_RATE
+        self._last_end = -math.inf
+        self._judged_until = -math.inf
+        self._giving_since = self._giving_until = -math.inf
+        self._loud_since = self._loud_until = -math.inf
+        self._rest_until = -math.inf
+        self._rested = False
+
+    # -- the serving threads ----------------------------------------------------------------------
+
+    def observe(self, seconds: float) -> None:
+        """One unit of the engine's own work took so long and ended now. Costs about a microsecond."""
+        self._ended.append((self._clock(), seconds))
+
+    def serving(self) -> Unit:
+        """A context manager around one unit of work. A block that raises is not counted."""
+        return Unit(self._clock, self._running, self.observe)
+
+    # -- the threads that give --------------------------------------------------------------------
+
+    def rate(self, *, giving: bool) -> int | None:
+        """Bytes a second that may be given now; None: no limit. `giving`: somebody takes them."""
+        if not self._setpoint:
+            return None
+        with self._lock:
+            now = self._clock()
+            self._take_in(now)
+            if giving:
+                self._note_giving(now)
+            rate = self._rate_at(now)
+            if giving:
+                self._note_loudness(now, quiet=rate is not None and rate <= self._floor())
+            return rate
+
+    def held(self) -> int | None:
+        """The rate that whoever reads now is held to; None: nobody is, or nobody reads."""
+        with self._lock:
+            now = self._clock()
+            if not self._setpoint or now > self._giving_until or not self._serves(now):
+                return None
+            return max(self._floor(), int(self._rate))
+
+    def _rate_at(self, now: float) -> int | None:
+        if not self._serves(now):
+            return None
+        floor = self._floor()
+        return floor if now < self._rest_until else max(floor, int(self._rate))
+
+    def _serves(self, now: float) -> bool:
+        return bool(self._running) or now - self._last_end < max(IDLE_S, 4 * self._baseline.mean)
+
+    def _note_giving(self, now: float) -> None:
+        if now > self._giving_until + IDLE_S:
+            self._giving_since, self._rested = now, False
+            self._rate = min(self._rate, FIRST_RATE)
+        self._giving_until = now + SETTLE_S
+        if self._rest_due(now):
+            self._rested = True
+            self._rest_until = now + self._rest_s()
+
+    def _note_loudness(self, now: float, *, quiet: bool) -> None:
+        if quiet:
+            self._loud_until = min(self._loud_until, now + SETTLE_S)
+            return
+        if now > self._loud_until:
+            self._loud_since = now
+        self._loud_until = now + LINGER_S
+
+    def _rest_due(self, now: float) -> bool:
+        if now < self._rest_until or not self._serves(now):
+            return False
+        if not self._baseline.known and not self._rested:
+            return True
+        # Soon for the first time: the readers that just came were work too, and are in the baseline.
+        share = REST_SHARE if self._rested else FIRST_REST_SHARE
+        return now - max(self._rest_until, self._giving_since) >= self._rest_s() * (1 / share - 1)
+
+    def _rest_s(self) -> float:
+        if not self._baseline.known:
+            return FIRST_REST_S
+        return SETTLE_S + min(MOST_REST_S, REST_UNITS * self._baseline.mean)
+
+    def _take_in(self, now: float) -> None:
+        """Learn from the units that ended since, and from those that are far too late already."""
+        learnt = False
+        while self._ended:
+            at, seconds = self._ended.popleft()
+            self._last_end = at
+            self._judge(at, seconds)
+            if self._quiet(at - seconds, at):
+                self._baseline.add(at, seconds)
+                learnt = True
+        if learnt and self._baseline.measure(now):
+            self._rest_until = min(self._rest_until, now)
+        for began in list(self._running.values()):
+            if self._baseline.known and now - began > WORST * self._baseline.mean:
+                self._judge(now, now - began)
+
+    def _judge(self, at: float, seconds: float) -> None:
+        """Move the rate by one unit, if what was given may have had to do with it."""
+        began = at - seconds
+        if not self._baseline.known or at < self._giving_since or began > self._giving_until:
+            return
+        if at <= max(self._rest_until, self._judged_until):
+            return
+        # The part of its time that no other unit has spoken for: so many side by side are one.
+        part = (at - max(began, self._judged_until)) / seconds if began < self._judged_until else 1.0
+        self._judged_until = at
+        slow = self._baseline.slowness(seconds)
+        step = math.exp(self._baseline.gain * part * (self._setpoint - slow))
+        self._rate = min(max(self._rate * max(HALF, step), self._floor()), MOST_RATE)
+
+    def _quiet(self, began: float, ended: float) -> bool:
+        if ended <= self._loud_since:
+            return False  # it ended before the last loud time, and of those before nothing is known any more
+        return began >= self._loud_until
+
+
+class Baseline:
+    """What units take while nobody reads: the newest of them. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.known = False
+        self.mean = 0.0
+        """Seconds; of each unit at most WORST usual ones."""
+        self.gain = LEAST_GAIN
+        self._units: deque[tuple[float, float]] = deque(maxlen=BASELINE_UNITS)
+        self._most = math.inf
+        self._usual = (0.0, math.inf)
+
+    def slowness(self, seconds: float) -> float:
+        """How long a unit took, in means."""
+        return min(seconds, self._most) / self.mean
+
+    def add(self, at: float, seconds: float) -> None:
+        """One more unit; where nearly all of the newest are unusual, they begin another baseline."""
+        self._units.append((at, max(seconds, 1e-9)))
+        if not self.known or len(self._units) <= FEWEST_UNITS:
+            return
+        newest = sorted(self._units[-index][1] for index in range(1, FEWEST_UNITS + 1))
+        low, high = self._usual
+        if newest[MISFITS - 1] < low or newest[-MISFITS] > high:
+            while len(self._units) > FEWEST_UNITS:
+                self._units.popleft()
+
+    def measure(self, now: float) -> bool:
+        """Take in what was added; whether it is known only now."""
+        while len(self._units) > KEPT_UNITS and now - self._units[0][0] > BASELINE_S:
+            self._units.popleft()
+        if len(self._units) < FEWEST_UNITS:
+            return False
+        ordered = sorted(seconds for _, seconds in self._units)
+        self._most = WORST * ordered[len(ordered) // 2]
+        self._usual = ordered[len(ordered) // 8], ordered[-1 - len(ordered) // 8]
+        cut = [min(seconds, self._most) for seconds in ordered]
+        self.mean = statistics.fmean(cut)
+        variance = statistics.pvariance(cut, self.mean) / self.mean**2
+        self.gain = max(LEAST_GAIN, min(MOST_GAIN, NOISE / max(variance, 1e-9)))
+        first, self.known = not self.known, True
+        return first
+
+
+class Unit:
+    """One unit of work under way: from the `with` statement to its end."""
+
+    def __init__(
+        self, clock: Callable[[], float], running: dict[int, float], observe: Callable[[float], None]
+    ) -> None:
+        self._clock = clock
+        self._running = running
+        self._observe = observe
+        self._began = 0.0
+
+    def __enter__(self) -> Self:
+        self._began = self._clock()
+        self._running[id(self)] = self._began
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._running.pop(id(self), None)
+        if kind is None:
+            self._observe(self._clock() - self._began)

@@ -1,0 +1,53 @@
+"""The reads of an image's memory that are under way. Runs on the source.
+
+Whoever is about to change the bytes waits for these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+
+class Readings:
+    """Thread-safe; a read is one block of `held`."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._under_way: dict[int, Callable[[], None]] = {}
+        self._begun = 0
+
+    @contextlib.contextmanager
+    def held(self, cut: Callable[[], None]) -> Iterator[None]:
+        """The block touches the image's memory; `cut`, called from another thread, makes it end soon."""
+        with self._changed:
+            self._begun += 1
+            number = self._begun
+            self._under_way[number] = cut
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._under_way[number]
+                self._changed.notify_all()
+
+    def settle(self, patience_s: float) -> int:
+        """Return once every read that had begun by now has ended; how many were cut for that.
+
+        Those that are still under way after `patience_s` seconds are.
+        """
+        with self._changed:
+            last = self._begun
+            if self._changed.wait_for(lambda: not self._since(last), patience_s):
+                return 0
+            cuts = self._since(last)
+        for cut in cuts:
+            cut()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._since(last))
+        return len(cuts)
+
+    def _since(self, last: int) -> list[Callable[[], None]]:
+        """How to cut the reads that are under way and began as number `last` or before."""
+        return [cut for number, cut in self._under_way.items() if number <= last]

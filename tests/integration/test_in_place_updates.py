@@ -1,0 +1,186 @@
+"""Weights that change while others read them, between real processes: a fork has one version or another."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from typing import cast
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from rfork.control.client import PlannerClient
+from rfork.control.lease import LeaseClaims, decode_key, derive_key, sign
+from rfork.image.capture import image_of
+from rfork.image.chunks import MIB
+from rfork.seed.seed import Identity, Seed
+from rfork.settings import Settings
+from rfork.transport.http import HttpTransport
+from tests.conftest import StartRfork
+from tests.integration.weights_node import CHECKPOINT, CHUNKS, MODEL, Message, Node, sha256_of
+
+READY = r'"event": ?"ready"'
+SLOW = {"RFORK_EGRESS_RATE": str(2 << 20)}
+"""A fork of all 12 MiB takes seconds: time to change what it reads."""
+ONE_READER = {"RFORK_MAX_READERS": "1"}
+"""The second target has to read from the first."""
+OLD, NEW, LOADED = sha256_of(1), sha256_of(2), sha256_of(CHECKPOINT)
+
+
+class Fleet:
+    """A planner and the instances that were started with it."""
+
+    def __init__(self, start: StartRfork, stack: contextlib.ExitStack) -> None:
+        environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_LOG_LEVEL": "debug"}
+        self.planner = planner = start(
+            "planner", "--port", "0", "--json", until=READY, environment=environment
+        )
+        event = json.loads(planner.wait_for(rf"^.*{READY}.*$").group())
+        self.url = cast(str, event["url"])
+        self.client = PlannerClient(self.url)
+        self._stack = stack
+        stack.callback(self.client.close)
+
+    def node(self, **options: str) -> Node:
+        """An instance that does nothing yet."""
+        chosen = {"RFORK_WINDOW": "1", "RFORK_STALL_S": "5", "RFORK_DRAIN_S": "0", **options}
+        return self._stack.enter_context(Node(self.url, chosen))
+
+    def seed(self, **options: str) -> tuple[Node, str]:
+        """A seed of version 1, and its id."""
+        node = self.node(**options)
+        return node, cast(str, node.ask("seed", 1)["id"])
+
+    def chain(self, relay: Mapping[str, str] = SLOW) -> tuple[Node, Node, Node]:
+        """A slow seed, a target in mid-fork, and a second one that reads from the first, the `relay`."""
+        first, second = self.node(**relay), self.node()
+        seed, _ = self.seed(**SLOW, **ONE_READER)
+        first.ask("fork")
+        first.wait_for_chunks(1)
+        second.ask("fork")
+        second.wait_for_chunks(1)
+        return seed, first, second
+
+
+@pytest.fixture
+def fleet(rfork_process: StartRfork) -> Iterator[Fleet]:
+    """A planner that knows nobody yet."""
+    with contextlib.ExitStack() as stack:
+        yield Fleet(rfork_process, stack)
+
+
+def kinds(report: Message) -> list[str]:
+    """The kinds of errors in a report."""
+    return [reason.partition(":")[0] for reason in cast(list[str], report["reasons"])]
+
+
+def quarantined(fleet: Fleet) -> dict[str, str]:
+    """Why instances are kept from others, by id."""
+    views = fleet.client.instances(model=MODEL)
+    return {view.report.instance_id: view.quarantined for view in views if view.quarantined}
+
+
+def follows(fleet: Fleet) -> str:
+    """The bytes that a fork gets which comes after all of it."""
+    node = fleet.node()
+    node.ask("fork")
+    return cast(str, node.ask("report")["sha256"])
+
+
+@pytest.mark.parametrize("updates", [(2,), (2, 3)], ids=["once", "twice in a row"])
+def test_an_update_under_a_chain(fleet: Fleet, updates: tuple[int, ...]) -> None:
+    """Who read the old weights, from seed or relay, gets new ones or the loader's; nobody is to blame."""
+    seed, *targets = fleet.chain()
+    for version in updates:
+        seed.ask("update", version)
+    reports = [target.ask("report") for target in targets]
+    whole = {sha256_of(version) for version in updates} | {LOADED}
+    assert [] == [report for report in reports if report["sha256"] not in whole]
+    assert [True, True] == ["SourceChanged" in kinds(report) for report in reports]
+    assert {} == quarantined(fleet)
+    assert follows(fleet) in (sha256_of(updates[-1]), LOADED)
+
+
+def test_an_update_under_a_reader_that_opens_its_channel(fleet: Fleet) -> None:
+    """A target that has a plan for the old weights, and no byte yet, gets new ones or the loader's."""
+    seed, _ = fleet.seed(**SLOW)
+    target = fleet.node()
+    seed.signal(signal.SIGSTOP)
+    try:
+        target.ask("fork")
+        fleet.planner.wait_for("fork planned")
+        seed.begin("update", 2)
+    finally:
+        seed.signal(signal.SIGCONT)
+    assert {"acknowledged": True} == seed.answer()
+    report = target.ask("report")
+    assert report["sha256"] in (NEW, LOADED)
+    assert {} == quarantined(fleet)
+
+
+def test_a_silent_write_to_one_of_two_seeds(fleet: Fleet) -> None:
+    """Its reader finds out by the digest, has it kept from others, and gets the bytes from the other."""
+    seeds = {name: node for node, name in (fleet.seed(**SLOW) for _ in range(2))}
+    target = fleet.node()
+    target.ask("fork")
+    target.wait_for_chunks(1)
+    (view,) = fleet.client.forks(model=MODEL)
+    wrong = next(route.source_id for route in view.plan if route.chunks[-1][1] == CHUNKS)
+    seeds[wrong].ask("write", CHUNKS - 1)
+    report = target.ask("report")
+    assert ("forked", OLD, ["SourceCorrupt"]) == (report["outcome"], report["sha256"], kinds(report))
+    assert {wrong: True} == {name: "SourceCorrupt" in why for name, why in quarantined(fleet).items()}
+
+
+def test_a_silent_write_to_the_only_seed(fleet: Fleet) -> None:
+    """Its reader finds out by the digest, has it kept from others, and loads."""
+    seed, name = fleet.seed(**SLOW)
+    target = fleet.node()
+    target.ask("fork")
+    target.wait_for_chunks(1)
+    seed.ask("write", CHUNKS - 1)
+    report = target.ask("report")
+    assert (LOADED, "SourceCorrupt") == (report["sha256"], kinds(report)[0])
+    assert {name: True} == {name: "SourceCorrupt" in why for name, why in quarantined(fleet).items()}
+
+
+def test_a_silent_write_to_a_relay(fleet: Fleet) -> None:
+    """Its memory goes bad after it was verified: its reader blames it, and reads from the root."""
+    seed, relay, target = fleet.chain(relay={"RFORK_EGRESS_RATE": str(1 << 20)})
+    relay.wait_for_chunks(CHUNKS // 2)
+    relay.ask("write", CHUNKS // 2 - 1)
+    report = target.ask("report")
+    relayed = relay.ask("report")
+    assert ("forked", OLD, ["SourceCorrupt"]) == (report["outcome"], report["sha256"], kinds(report))
+    assert [relayed["id"]] == list(quarantined(fleet))
+    assert {relayed["id"], seed.ask("id")["id"]} == set(cast(list[str], report["sources"]))
+
+
+def test_after_a_fence_no_new_byte_goes_to_an_old_reader() -> None:
+    """Who does not take its bytes is cut in mid-slice: what it still gets afterwards is all of the old."""
+    image = image_of({"a": torch.zeros(64 * MIB, dtype=torch.uint8)})
+    settings = Settings(drain_s=0)
+    seed = Seed(image, Identity(MODEL), settings, [HttpTransport(settings)], manifest=image.manifest())
+    name, layout_id = seed.identity.instance_id, image.layout.layout_id
+    key = derive_key(b"s" * 32, name)
+    seed.learn_keys([key])
+    token = sign(LeaseClaims("fork-1", name, layout_id, None, 0, time.time() + 60), decode_key(key))
+    with seed:
+        _, endpoint = seed.open_channel(seed.check(token), layout_id, ["http"], "127.0.0.1")
+        place = urlsplit(endpoint.parameters["url"])
+        begin = int(endpoint.parameters["data_offset"])
+        with socket.create_connection((str(place.hostname), int(place.port or 0)), 60) as reader:
+            request = f"GET {place.path} HTTP/1.1\r\nHost: seed\r\nRange: bytes={begin}-\r\n"
+            reader.sendall(f"{request}Authorization: Bearer {token}\r\n\r\n".encode())
+            with reader.makefile("rb") as answer:
+                while answer.readline() != b"\r\n":
+                    pass
+                with seed.updating():
+                    image.regions[0].fill_(1)
+                body = answer.read()
+    assert (0, True) == (body.count(1), len(body) < 64 * MIB)

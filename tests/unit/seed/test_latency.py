@@ -1,0 +1,372 @@
+"""The latency guard: literal units in, rates out; and a simulated engine that giving slows down."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rfork.image.chunks import MIB
+from rfork.seed.latency import (
+    FEWEST_UNITS,
+    FIRST_RATE,
+    FIRST_REST_S,
+    IDLE_S,
+    LEAST_GAIN,
+    MOST_GAIN,
+    MOST_RATE,
+    REST_SHARE,
+    WORST,
+    Baseline,
+    LatencyGuard,
+)
+from tests.unit.clock import Clock
+
+FLOOR = 8 * MIB
+UNIT_S = 0.01
+IN_TIME, LATE = UNIT_S, UNIT_S * 1.2
+
+
+def guard_of(clock: Clock, setpoint: float = 1.05, *, units: int = 20) -> LatencyGuard:
+    """A guard that has seen so many units of 10 ms while nobody read."""
+    guard = LatencyGuard(setpoint, floor=lambda: FLOOR, clock=clock)
+    serve(guard, clock, [UNIT_S] * units)
+    return guard
+
+
+def serve(
+    guard: LatencyGuard, clock: Clock, units: Sequence[float], *, giving: bool = False
+) -> list[int | None]:
+    """One unit after the other; the rate after each."""
+    rates = []
+    for seconds in units:
+        clock.now += seconds
+        guard.observe(seconds)
+        rates.append(guard.rate(giving=giving))
+    return rates
+
+
+def test_while_nothing_is_served_there_is_no_limit() -> None:
+    """Whether nothing ever was, or not lately."""
+    clock = Clock()
+    fresh = LatencyGuard(1.05, clock=clock).rate(giving=True)
+    guard = guard_of(clock)
+    served = guard.rate(giving=True)
+    clock.now += IDLE_S + 0.01
+    assert [None, FIRST_RATE, None] == [fresh, served, guard.rate(giving=True)]
+
+
+def test_setpoint_zero_turns_it_off() -> None:
+    """Then nothing that the engine says makes a limit."""
+    clock = Clock()
+    guard = guard_of(clock, setpoint=0)
+    assert [None] * 3 == serve(guard, clock, [LATE] * 3, giving=True)
+
+
+@pytest.mark.parametrize(
+    ("units", "expected"),
+    [
+        ([IN_TIME], FIRST_RATE * math.exp(MOST_GAIN * 0.05)),
+        ([LATE], FIRST_RATE * math.exp(-MOST_GAIN * 0.15)),
+        ([LATE, LATE], FIRST_RATE * math.exp(-MOST_GAIN * 0.3)),
+        ([LATE, IN_TIME, IN_TIME, IN_TIME], FIRST_RATE),
+        ([UNIT_S * 1.05], FIRST_RATE),
+        ([UNIT_S * WORST], FIRST_RATE / 2),
+        ([0.3] * 5, FLOOR),
+        ([0.0], FIRST_RATE * math.exp(MOST_GAIN * 1.05)),
+    ],
+    ids=["in time", "late", "two late", "evened out", "at the setpoint", "at the worst", "far too late", "none"],
+)
+def test_each_unit_moves_the_rate(units: list[float], expected: float) -> None:
+    """Late ones down and others up, by how far they are from the setpoint; never below the floor."""
+    clock = Clock()
+    guard = guard_of(clock)
+    guard.rate(giving=True)
+    assert pytest.approx(expected, rel=1e-6) == serve(guard, clock, units, giving=True)[-1]
+
+
+@pytest.mark.parametrize(
+    ("units", "expected"),
+    [([0.01] * 20, MOST_GAIN), ([0.008, 0.012] * 10, 0.125), ([0.001, 0.019] * 10, LEAST_GAIN)],
+)
+def test_the_more_units_differ_the_less_one_counts(units: list[float], expected: float) -> None:
+    """The gain is NOISE over their variance (in means), within bounds."""
+    baseline = Baseline()
+    for index, seconds in enumerate(units):
+        baseline.add(float(index), seconds)
+    baseline.measure(0.0)
+    assert (pytest.approx(0.01), pytest.approx(expected)) == (baseline.mean, baseline.gain)
+
+
+@pytest.mark.parametrize("side_by_side", [1, 2, 8])
+def test_units_side_by_side_are_one(side_by_side: int) -> None:
+    """A batch that is late lowers the rate as one late unit does."""
+    clock = Clock()
+    guard = guard_of(clock)
+    guard.rate(giving=True)
+    clock.now += LATE
+    for _ in range(side_by_side):
+        guard.observe(LATE)
+    assert pytest.approx(FIRST_RATE * math.exp(-MOST_GAIN * 0.15), rel=1e-6) == guard.rate(giving=True)
+
+
+def test_the_rate_is_bounded_above() -> None:
+    """It does not grow for ever while it limits nobody."""
+    clock = Clock()
+    guard = guard_of(clock)
+    rates = serve(guard, clock, [IN_TIME] * 1000, giving=True)
+    assert MOST_RATE == max(rate for rate in rates if rate is not None)
+
+
+def test_units_nobody_read_beside_change_no_rate() -> None:
+    """Late or not, they say nothing of what giving does."""
+    clock = Clock()
+    guard = guard_of(clock)
+    serve(guard, clock, [LATE, IN_TIME, IN_TIME] * 5)
+    assert FIRST_RATE == guard.rate(giving=True)
+
+
+def test_who_gives_for_long_rests_a_tenth_of_the_time() -> None:
+    """In a rest only the floor is given: what a unit takes then is the baseline."""
+    clock = Clock()
+    guard = guard_of(clock)
+    rates = serve(guard, clock, [UNIT_S] * 2000, giving=True)
+    resting = sum(rate == FLOOR for rate in rates) / len(rates)
+    assert pytest.approx(REST_SHARE, rel=0.1) == resting
+
+
+def test_without_a_baseline_it_rests_first() -> None:
+    """An engine that begins to serve while somebody reads: the floor, until enough units are known."""
+    clock = Clock()
+    guard = LatencyGuard(1.05, floor=lambda: FLOOR, clock=clock)
+    rates = serve(guard, clock, [UNIT_S] * 30, giving=True)
+    known = next(index for index, rate in enumerate(rates) if rate != FLOOR)
+    assert (True, FIRST_RATE) == (FEWEST_UNITS <= known + 1 <= 2 * FEWEST_UNITS, rates[known])
+
+
+def test_without_a_baseline_it_does_not_rest_for_ever() -> None:
+    """Units of a minute make no baseline; what is given is then the first rate."""
+    clock = Clock()
+    guard = LatencyGuard(1.05, floor=lambda: FLOOR, clock=clock)
+    with guard.serving():
+        rates = []
+        for _ in range(round(FIRST_REST_S / 0.1) + 2):
+            rates.append(guard.rate(giving=True))
+            clock.now += 0.1
+    assert (FLOOR, FIRST_RATE) == (rates[0], rates[-1])
+
+
+def test_a_unit_under_way_counts_as_serving() -> None:
+    """From its first moment, however long it takes, until it ends."""
+    clock = Clock()
+    guard = guard_of(clock)
+    clock.now += 60
+    rates = [guard.rate(giving=True)]
+    with guard.serving():
+        rates.append(guard.rate(giving=True))
+        clock.now += 60
+        rates.append(guard.rate(giving=True))
+    clock.now += 60
+    rates.append(guard.rate(giving=True))
+    assert [True, False, False, True] == [rate is None for rate in rates]
+
+
+def test_a_unit_that_is_late_already_is_not_waited_for() -> None:
+    """Past the worst that counts it lowers the rate while it runs, and no more when it ends."""
+    clock = Clock()
+    guard = guard_of(clock)
+    rates = [guard.rate(giving=True)]
+    with guard.serving():
+        for _ in range(3):
+            clock.now += WORST * UNIT_S * 0.51
+            rates.append(guard.rate(giving=True))
+    rates.append(guard.rate(giving=True))
+    lowered = FIRST_RATE // 2, rates[3]
+    assert [FIRST_RATE, FIRST_RATE, *lowered, rates[3]] == rates
+    assert rates[3] < FIRST_RATE // 2
+
+
+def test_a_unit_that_failed_counts_for_nothing() -> None:
+    """What raises after a minute says nothing of what a unit takes."""
+    clock = Clock()
+    guard = guard_of(clock)
+    with pytest.raises(ValueError, match="failed"), guard.serving():
+        clock.now += 60
+        raise ValueError("failed")
+    serve(guard, clock, [UNIT_S])
+    assert FIRST_RATE == guard.rate(giving=True)
+
+
+def test_only_who_reads_is_held() -> None:
+    """What the planner is told is a limit that is felt, not one that nobody has met."""
+    clock = Clock()
+    guard = guard_of(clock)
+    told = [guard.held()]
+    guard.rate(giving=True)
+    told.append(guard.held())
+    clock.now += 60
+    told.append(guard.held())
+    assert [None, FIRST_RATE, None] == told
+
+
+def test_many_threads_may_tell_at_once() -> None:
+    """Serving threads tell of units while others ask for the rate."""
+    guard = LatencyGuard(1.05)
+    done = threading.Event()
+
+    def tell() -> None:
+        for _ in range(2000):
+            with guard.serving():
+                pass
+
+    def ask() -> None:
+        while not done.is_set():
+            guard.rate(giving=True)
+
+    threads = [threading.Thread(target=tell) for _ in range(4)]
+    asking = threading.Thread(target=ask)
+    asking.start()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    done.set()
+    asking.join(30)
+    assert guard.rate(giving=True) is not None
+
+
+class Engine:
+    """A seed that serves units one after the other, each slower by what is given meanwhile.
+
+    A unit that takes `base` seconds alone, give or take `jitter`, takes `1 + rate / full` times as long
+    while `rate` is given; readers take all they may, up to `link` (bytes a second).
+    """
+
+    def __init__(
+        self,
+        *,
+        base: float = 0.01,
+        full: float = 3e9,
+        link: float = 2.5e9,
+        jitter: float = 0.03,
+        seed: int = 1,
+    ) -> None:
+        self.base = base
+        self.clock = Clock()
+        self.guard = LatencyGuard(1.05, floor=lambda: FLOOR, clock=self.clock)
+        self._full = full
+        self._link = link
+        self._jitter = jitter
+        self._chance = random.Random(seed)
+
+    def run(self, seconds: float, *, reads: bool, serves: bool = True) -> tuple[list[float], float]:
+        """The units' latencies, and the bytes a second that were given on average."""
+        latencies, given = [], 0.0
+        began = self.clock.now
+        while self.clock.now - began < seconds:
+            if serves:
+                latencies.append(self._unit(reads))
+                given += self._given
+            else:
+                self.clock.now += self.base
+                given += self._rate(reads) * self.base
+        return latencies, given / (self.clock.now - began)
+
+    def _unit(self, reads: bool) -> float:
+        began, self._given = self.clock.now, 0.0
+        work = self.base * self._chance.lognormvariate(0, self._jitter)
+        tick = self.base / 10
+        with self.guard.serving():
+            while work > 0:
+                rate = self._rate(reads)
+                took = min(tick, work * (1 + rate / self._full))
+                work -= took / (1 + rate / self._full)
+                self._given += rate * took
+                self.clock.now += took
+        return self.clock.now - began
+
+    def _rate(self, reads: bool) -> float:
+        if not reads:
+            return 0.0
+        rate = self.guard.rate(giving=True)
+        return self._link if rate is None else min(rate, self._link)
+
+
+def p99(latencies: Sequence[float]) -> float:
+    """The 99th percentile, nearest rank."""
+    return sorted(latencies)[math.ceil(0.99 * len(latencies)) - 1]
+
+
+@pytest.mark.parametrize("base", [0.002, 0.01, 0.1])
+@pytest.mark.parametrize("jitter", [0.0, 0.03, 0.1])
+def test_the_tail_stays_at_the_setpoint(base: float, jitter: float) -> None:
+    """Whatever a unit takes: the 99th percentile grows by no tenth, and what that leaves is given."""
+    engine = Engine(base=base, jitter=jitter)
+    alone, _ = engine.run(max(10.0, 300 * base), reads=False)
+    beside, rate = engine.run(max(20.0, 600 * base), reads=True)
+    assert (True, True) == (p99(beside) <= 1.1 * p99(alone), rate >= 0.01 * 3e9)
+
+
+def test_the_disturbance_is_not_learnt_as_normal() -> None:
+    """After five minutes of reading the latency is what it was in the first."""
+    engine = Engine(base=0.02)
+    alone, _ = engine.run(10, reads=False)
+    engine.run(300, reads=True)
+    late, _ = engine.run(20, reads=True)
+    assert p99(late) <= 1.1 * p99(alone)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_another_load_is_no_disturbance(factor: float) -> None:
+    """Units that take half or twice as long by themselves: soon as much is given as before."""
+    engine = Engine()
+    engine.run(5, reads=False)
+    _, before = engine.run(20, reads=True)
+    engine.base *= factor
+    engine.run(30, reads=True)
+    beside, rate = engine.run(20, reads=True)
+    alone, _ = engine.run(5, reads=False)
+    assert (True, True) == (0.4 * before <= rate <= 2.5 * before, p99(beside) <= 1.1 * p99(alone))
+
+
+def test_what_disturbs_nobody_is_not_held_back() -> None:
+    """Where giving costs the engine nothing, readers soon have nearly the whole link."""
+    engine = Engine(full=1e15)
+    engine.run(5, reads=False)
+    engine.run(10, reads=True)
+    _, rate = engine.run(20, reads=True)
+    assert rate >= 0.85 * 2.5e9
+
+
+def test_when_the_load_goes_so_does_the_limit() -> None:
+    """Within a second of the last unit everything may be given."""
+    engine = Engine()
+    engine.run(5, reads=False)
+    engine.run(10, reads=True)
+    engine.run(1, reads=True, serves=False)
+    _, rate = engine.run(1, reads=True, serves=False)
+    assert pytest.approx(2.5e9) == rate
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    base=st.floats(0.001, 0.3),
+    full=st.floats(1e7, 1e12),
+    jitter=st.floats(0, 0.8),
+    seed=st.integers(0, 1 << 16),
+    warm=st.booleans(),
+)
+def test_nobody_ever_starves(base: float, full: float, jitter: float, seed: int, warm: bool) -> None:
+    """However the engine behaves, readers get the floor at least, and all of it once it idles."""
+    engine = Engine(base=base, full=full, jitter=jitter, seed=seed)
+    if warm:
+        engine.run(20 * base, reads=False)
+    _, busy = engine.run(100 * base, reads=True)
+    engine.run(max(1.0, 30 * base), reads=True, serves=False)
+    _, idle = engine.run(1, reads=True, serves=False)
+    assert (True, 2_500_000_000) == (busy >= FLOOR * 0.999, round(idle))

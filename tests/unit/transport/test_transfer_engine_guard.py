@@ -1,0 +1,89 @@
+"""The filter before an engine's ports: which packets the program passes."""
+
+from __future__ import annotations
+
+import struct
+from ipaddress import ip_address
+
+import pytest
+
+from rfork.errors import SourceBusy
+from rfork.transport.transfer_engine.guard import MOST_ADDRESSES, Guard, Instruction, program
+
+IP_HEADER = 0xFFF00000
+LARGEST_PROGRAM = 4096
+"""BPF_MAXINSNS: what the kernel takes."""
+
+
+def packet(source: str) -> bytes:
+    """The IP header of a packet from this address."""
+    address = ip_address(source)
+    if address.version == 4:
+        return bytes([0x45]) + bytes(11) + address.packed + bytes(4)
+    return bytes([0x60]) + bytes(7) + address.packed + bytes(16)
+
+
+def passes(steps: tuple[Instruction, ...], header: bytes) -> bool:
+    """Run a program on a packet as the kernel does."""
+    register, at = 0, 0
+    while True:
+        code, if_true, if_false, operand = steps[at]
+        at += 1
+        match code:
+            case 0x30:
+                register = header[operand - IP_HEADER]
+            case 0x20:
+                register = struct.unpack_from("!I", header, operand - IP_HEADER)[0]
+            case 0x74:
+                register >>= operand
+            case 0x05:
+                at += operand
+            case 0x15:
+                at += if_true if register == operand else if_false
+            case 0x06:
+                return operand != 0
+            case _:
+                raise ValueError(f"no instruction {code:#x}")
+
+
+HOSTS = ["10.0.0.1", "10.0.0.2", "192.168.7.255", "fd00::1", "fd00::2", "2001:db8:1:2:3:4:5:6"]
+STRANGERS = ["10.0.0.3", "1.0.0.10", "127.0.0.1", "fd00::3", "fd00:0:0:1::1", "::1", "2001:db8:1:2:3:4:5:7"]
+
+
+@pytest.mark.parametrize("inside", [[], HOSTS[:1], HOSTS[:3], HOSTS[3:4], HOSTS[3:], HOSTS, HOSTS[::-1]])
+def test_only_those_inside_pass(inside: list[str]) -> None:
+    """Packets of the addresses that were let in pass, of either family; all others are dropped."""
+    steps = program([ip_address(host) for host in inside])
+    passed = [host for host in HOSTS + STRANGERS if passes(steps, packet(host))]
+    assert sorted(inside) == sorted(passed)
+
+
+@pytest.mark.parametrize("family", ["10.0.{}.{}", "fd00::{:x}:{:x}"])
+def test_the_longest_program_is_one_that_the_kernel_takes(family: str) -> None:
+    """With as many addresses as a guard lets in, each passes, and the jumps still reach."""
+    hosts = [family.format(number // 256, number % 256) for number in range(MOST_ADDRESSES)]
+    steps = program([ip_address(host) for host in hosts])
+    assert (True, True, False) == (
+        len(steps) <= LARGEST_PROGRAM,
+        all(passes(steps, packet(host)) for host in hosts),
+        passes(steps, packet(family.format(9, 9))),
+    )
+
+
+def test_no_more_hosts_than_there_is_room_for() -> None:
+    """One too many is told to go elsewhere; a host that is in already may have more channels."""
+    guard = Guard()
+    for number in range(MOST_ADDRESSES):
+        guard.let_in(f"channel-{number}", f"10.0.0.{number}")
+    guard.let_in("another", "10.0.0.5")
+    with pytest.raises(SourceBusy, match="at once"):
+        guard.let_in("one too many", "10.0.1.0")
+    guard.let_out("channel-7")
+    guard.let_in("the next", "10.0.1.0")
+
+
+@pytest.mark.parametrize("host", ["", "unix", "10.0.0", "example.org"])
+def test_what_is_no_address_is_not_let_in(host: str) -> None:
+    """A reader whose address cannot be told gets no channel."""
+    with pytest.raises(SourceBusy, match="is none"):
+        Guard().let_in("channel", host)

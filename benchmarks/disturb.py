@@ -1,0 +1,149 @@
+"""What does giving its weights cost a seed that serves, and what does the governor change?
+
+A seed answers generation requests one after the other (a small Llama on the CPU, greedy, one torch thread)
+and tells its governor of each step, as an engine does. Meanwhile one or three readers fork its weights again
+and again: `rfork.fork` against a real planner, every byte verified. They give nothing onwards, so that all of
+them read from the seed itself.
+
+Who shares what: the whole seed process (what serves, what sends, gRPC) is pinned to one core, readers,
+planner and this process to the others. So sending costs serving its core, the worst case; memory and the last
+cache are everybody's. With two cores all readers share one, which bounds their speed.
+
+- "governor on" is the product as it comes; "off" is without latency setpoint and with threads that give
+  no nicer than those that serve.
+- "gloo" is `torch.distributed` broadcast of the same tensors on a thread of the seed, the stand-in for NCCL.
+- "idle, slot …": nobody reads. The two slots of a round against one another are the noise of this machine.
+- "the seed idles": nothing is asked of the seed, so that only the speed counts; "limit: bare socket" sends
+  from the same tensors over one connection without a protocol or a check.
+
+Times are of requests unless they are of a token; quantiles are over the pooled rounds, which are interleaved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from benchmarks import harness
+from benchmarks.disturb_case import Case, Told, quantile
+from benchmarks.disturb_crew import other_cores, seed_cores
+from benchmarks.disturb_run import MOST_READERS, Run, Slot, crew
+from benchmarks.harness import GB, Options, Row
+from rfork import logs
+from rfork.errors import RforkError
+from rfork.transport.transfer_engine.library import library_state
+
+IDLE = (Case("idle", slot=1), Case("idle", slot=2))
+SOCKET = "limit: bare socket, the seed idles"
+
+
+def main() -> None:
+    """Measure, print, and write what was asked for."""
+    options = harness.options("disturb", __doc__)
+    logs.configure(json=False, level="error")
+    cases = cases_of(options)
+    told = {case.name: Told() for case in cases}
+    slot = Slot(requests=100 if options.quick else 250, tokens=4 if options.quick else 8, idle_s=2.0)
+    with crew() as (seed, readers):
+        run = Run(seed, readers, slot)
+        told[SOCKET] = Told()
+        contenders = {case.name: run.contender(case, told[case.name]) for case in cases}
+        contenders[SOCKET] = run.socket(told[SOCKET])
+        harness.interleave(contenders, options.rounds)
+    serving = [case for case in cases if case.serves]
+    harness.publish(
+        options,
+        settings={
+            "requests_a_slot": slot.requests,
+            "tokens_a_request": slot.tokens,
+            "seed_cores": ",".join(map(str, sorted(seed_cores()))),
+            "other_cores": ",".join(map(str, sorted(other_cores()))),
+        },
+        rows=rows(told, serving),
+        figures=figures(told, cases),
+        plot=("contender", "p99 / idle"),
+    )
+
+
+def cases_of(options: Options) -> list[Case]:
+    """Everything, or with --quick three readers only and no gloo."""
+    ways = ("http",) if library_state().error else ("http", "transfer_engine")
+    counts = (MOST_READERS,) if options.quick else (1, MOST_READERS)
+    read = [
+        Case(way, count, governed)  # type: ignore[arg-type]
+        for way in ways
+        for count in counts
+        for governed in (False, True)
+    ]
+    gloo = [] if options.quick else [Case("gloo", count) for count in counts]
+    speed = [Case(way, 1, governed, serves=False) for way in ways for governed in (False, True)]  # type: ignore[arg-type]
+    half = len(read) // 2
+    return [IDLE[0], *read[:half], IDLE[1], *read[half:], *gloo, *speed]
+
+
+def rows(told: Mapping[str, Told], cases: Sequence[Case]) -> list[Row]:
+    """A line each: milliseconds, and the ratios against both idle slots pooled."""
+    idle = Told()
+    for case in IDLE:
+        idle.add(told[case.name])
+    lines: list[Row] = [line("limit: nobody reads (both idle slots)", idle, idle)]
+    lines += [line(case.name, told[case.name], idle) for case in cases]
+    for name, slots in told.items():
+        if not slots.requests:
+            lines.append({"contender": name, "requests": 0, "GB/s": slots.bytes_per_s / GB})
+    return lines
+
+
+def line(name: str, slots: Told, idle: Told) -> Row:
+    """One case that serves."""
+    return {
+        "contender": name,
+        "requests": len(slots.requests),
+        "p50 ms": quantile(slots.requests, 0.5) * 1e3,
+        "p99 ms": quantile(slots.requests, 0.99) * 1e3,
+        "p99.9 ms": quantile(slots.requests, 0.999) * 1e3,
+        "token p50 ms": quantile(slots.tokens, 0.5) * 1e3,
+        "token p99 ms": quantile(slots.tokens, 0.99) * 1e3,
+        "tokens/s": slots.tokens_per_s,
+        "p50 / idle": ratio(slots, idle, 0.5),
+        "p99 / idle": ratio(slots, idle, 0.99),
+        "GB/s": slots.bytes_per_s / GB,
+    }
+
+
+def ratio(slots: Told, idle: Told, share: float) -> float:
+    """A quantile of the requests against the same one while nobody reads."""
+    return quantile(slots.requests, share) / quantile(idle.requests, share)
+
+
+def figures(told: Mapping[str, Told], cases: Sequence[Case]) -> dict[str, float]:
+    """Those that design section 8 names are the worst over the transports; the rest says which that is."""
+    idle = Told()
+    for case in IDLE:
+        idle.add(told[case.name])
+    found = {"disturb_p99_idle_vs_idle": ratio(told[IDLE[0].name], told[IDLE[1].name], 0.99)}
+    speeds = {(case.way, case.governed): told[case.name] for case in cases if not case.serves}
+    worst_p99, worst_speed = 0.0, float("inf")
+    for case in cases:
+        slots = told[case.name]
+        if not case.serves or case.way == "idle":
+            continue
+        word = "" if case.way == "gloo" else "_governed" if case.governed else "_free"
+        readers = "" if case.readers == MOST_READERS else f"_{case.readers}_reader"
+        value = ratio(slots, idle, 0.99)
+        found[f"disturb_p99_{case.way}{word}{readers}"] = value
+        found[f"disturb_tokens_{case.way}{word}{readers}"] = slots.tokens_per_s / idle.tokens_per_s
+        if case.governed and case.way != "gloo" and case.readers == MOST_READERS:
+            worst_p99 = max(worst_p99, value)
+    for way, governed in speeds:
+        if governed:
+            value = speeds[way, True].bytes_per_s / speeds[way, False].bytes_per_s
+            found[f"disturb_speed_{way}_governed"] = value
+            worst_speed = min(worst_speed, value)
+    return {"disturb_p99_governed": worst_p99, "disturb_speed_governed": worst_speed, **found}
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RforkError as error:
+        raise SystemExit(f"{error}\n{error.hint}") from None

@@ -1,0 +1,60 @@
+"""The model of `benchmarks.disturb`: a small Llama that answers requests, and weights that it seldom uses.
+
+The Llama is float32, of hidden size 256 and 4 layers: a token takes a few milliseconds of one core. The
+rest stands for the experts of a mixture that a token does not visit: it makes the image large enough to
+be worth a fork, and is never read to serve.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+VOCABULARY = 512
+PROMPT_TOKENS = 16
+RESTING_TENSORS, RESTING_BYTES = 16, 12 << 20
+
+
+class Model(nn.Module):
+    """The Llama and its resting weights; the same weights in every process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=256,
+            intermediate_size=1024,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+        )
+        torch.manual_seed(2)
+        self.llama = LlamaForCausalLM(config).eval()  # type: ignore[no-untyped-call]
+        self.resting = nn.ParameterList(
+            nn.Parameter(torch.randint(0, 256, (RESTING_BYTES,), dtype=torch.uint8), requires_grad=False)
+            for _ in range(RESTING_TENSORS)
+        )
+        self.prompt = torch.arange(PROMPT_TOKENS).reshape(1, -1)
+
+    def answer(self, tokens: int, unit: Callable[[], AbstractContextManager[object]]) -> list[float]:
+        """One request, greedy: seconds of each of its tokens. Each but the first is in a `unit()` block."""
+        seconds: list[float] = []
+        with torch.inference_mode():
+            began = time.perf_counter()
+            output = self.llama(self.prompt, use_cache=True)
+            seconds.append(time.perf_counter() - began)
+            for _ in range(tokens - 1):
+                token = output.logits[:, -1:].argmax(-1)
+                began = time.perf_counter()
+                with unit():
+                    output = self.llama(token, past_key_values=output.past_key_values, use_cache=True)
+                seconds.append(time.perf_counter() - began)
+        return seconds

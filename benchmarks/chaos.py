@@ -32,11 +32,8 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import Final
 
 from rich.console import Console
@@ -71,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"SKIPPED: {missing}")
         return
     logs.configure(json=False, level="error")
-    signal.signal(signal.SIGTERM, _leave)  # the lab is taken down on any way out
+    harness.heed_sigterm()
     console, tally = Console(stderr=True, highlight=False, soft_wrap=True), Tally()
     with Crew("info" if asked.verbose else "warning") as crew:
         runner = Runner(crew)
@@ -139,10 +136,6 @@ def _show(console: Console, seen: Seen, findings: Sequence[Finding]) -> None:
             console.print(f"    {ending.host}: {'; '.join(ending.reasons)}", style="dim", markup=False)
     for finding in findings:
         console.print(f"    {finding.wrong}: {finding.text}", style="red", markup=False)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

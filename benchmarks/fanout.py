@@ -26,12 +26,9 @@ from __future__ import annotations
 
 import argparse
 import re
-import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from types import FrameType
 from typing import Final
 
 from benchmarks import fanout_draw, harness, netlab
@@ -68,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"SKIPPED: {missing}")
         return
     logs.configure(json=False, level="error")
-    signal.signal(signal.SIGTERM, _leave)  # the lab is taken down on any way out
+    harness.heed_sigterm()
     outcomes: dict[Case, list[Outcome]] = {case: [] for case in (LIMIT, *cases)}
     hosts = list(dict.fromkeys(host for case in outcomes for host in (*case.seed_hosts, *case.target_hosts)))
     with Crew(hosts, size=lines.size, rate=lines.rate, delay_s=lines.delay_s) as crew:
@@ -164,10 +161,6 @@ def _contender(runner: Runner, case: Case, kept: list[Outcome]) -> harness.Conte
         return kept[-1].seconds
 
     return run
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,15 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import torch
 from rich.console import Console
@@ -80,6 +83,7 @@ def interleave(contenders: Mapping[str, Contender], rounds: int) -> dict[str, li
     All contenders run once in each round, so what else the machine does hits all alike; every second
     round runs backwards, so nobody always follows the same neighbour.
     """
+    heed_sigterm()
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=rounds * len(contenders))
@@ -90,6 +94,15 @@ def interleave(contenders: Mapping[str, Contender], rounds: int) -> dict[str, li
                 seconds[name].append(contenders[name]())
                 progress.advance(task)
     return seconds
+
+
+def heed_sigterm() -> None:
+    """Leave by an exception when told to end: all that was started is then ended too."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:

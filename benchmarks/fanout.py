@@ -44,8 +44,8 @@ SIZES: Final = (1, 3, 7, 15)
 IMAGE_MIB, QUICK_IMAGE_MIB = 256, 64
 RATE_MBIT: Final = 200.0
 ROUNDS, QUICK_ROUNDS = 5, 1
-BASELINE_ROUNDS: Final = 2
-"""Rounds, the first ones, in which the baselines run too: they take most of the time and hardly vary."""
+BASELINE_ROUNDS: Final = 1
+"""Rounds, the first ones, in which the baselines run too: they take most of the time, and hardly vary."""
 LIMIT: Final = Case("limit", 1)
 
 

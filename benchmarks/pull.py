@@ -40,7 +40,7 @@ SOCKETS, BATCH, MERGED, MEMCPY = (
 def main() -> None:
     """Measure, print, and write what was asked for."""
     options = harness.options("pull", __doc__)
-    logs.configure(json=False, level="error")
+    logs.configure(json=False, level="warning")
     reports: dict[str, list[ForkReport]] = {}
     with giving(options.quick) as (planner, offer), contextlib.ExitStack() as open_sockets:
         connections = [

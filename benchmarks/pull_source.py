@@ -151,12 +151,12 @@ def _process(main: Callable[..., None], *arguments: str | bool) -> Iterator[Mess
 def _plan(ready: Connection) -> None:
     from planner.service import serve
 
-    logs.configure(json=False, level="error")
-    serve(settings.load(PlannerSettings, bind=LOOPBACK, port=0, log_level="error"), ready.send)
+    logs.configure(json=False, level="warning")
+    serve(settings.load(PlannerSettings, bind=LOOPBACK, port=0, log_level="warning"), ready.send)
 
 
 def _give(ready: Connection, planner: str, quick: bool) -> None:
-    logs.configure(json=False, level="error")
+    logs.configure(json=False, level="warning")
     torch.set_num_threads(1)
     modules = {name: make(quick) for name, make in MODULES.items()}
     images = {name: capture(module) for name, module in modules.items()}

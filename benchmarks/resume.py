@@ -194,7 +194,7 @@ def folders() -> Iterator[dict[str, Path]]:
 def main() -> None:
     """Measure, print, and write what was asked for."""
     options = harness.options("resume", __doc__)
-    logs.configure(json=False, level="error")
+    logs.configure(json=False, level="warning")
     # The image of about 256 MiB is the quick one of `benchmarks.pull`.
     with contextlib.ExitStack() as stack:
         planner, offer = stack.enter_context(giving(True))

@@ -130,7 +130,10 @@ class Settings(BaseSettings):
         1.0, gt=0, le=100, description="share of the readers it wants, beside others that say 1"
     )
     egress_rate: int | None = Field(
-        None, gt=0, description="most bytes a second this instance gives in all; none: no cap"
+        None,
+        gt=0,
+        description="most bytes a second this instance gives in all; readers on one-sided transports keep to their "
+        "part of it by themselves; none: no cap",
     )
     latency_setpoint: float = Field(
         1.03,

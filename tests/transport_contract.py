@@ -13,8 +13,9 @@ import torch
 
 from rfork.errors import LeaseRefused, SourceBusy, SourceChanged, SourceGone, SourceStalled
 from rfork.image.chunks import MIB
-from rfork.image.layout import Layout, TensorSpec
+from rfork.image.layout import Layout
 from rfork.image.memory import Image
+from rfork.image.specs import TensorSpec
 from rfork.transport.base import Exporter, Reader, Transport
 
 TOKEN = "a-valid-token"
@@ -73,7 +74,9 @@ class FakeGate:
     def etag(self) -> str:
         return f"generation-{self.generation}"
 
-    def grant(self, most: int) -> int:
+    def grant(self, most: int, fork_id: str) -> int:
+        if fork_id != "fork-1":
+            raise LeaseRefused(f"nothing is leased to {fork_id!r}")
         self.before_slice(most)
         return most
 

@@ -1,12 +1,16 @@
 """One fork's questions to the planner. Runs on the target.
 
 What this instance could read by itself is said only once the planner knows of nobody to read from: a
-fork that has sources then never waits for a disk.
+fork that has sources then never waits for a disk. Where they changed their weights it is said `patience_s`
+seconds later: by then they may give others.
 """
 
 from __future__ import annotations
 
+import time
+
 from rfork.control.client import PlannerClient
+from rfork.errors import SourceChanged
 from rfork.fork.cold import Offers
 from rfork.fork.explain import explain_mismatch
 from rfork.fork.report import Stopwatch
@@ -43,12 +47,20 @@ class Asking:
         self._settings = settings
         self._watch = watch
         self._compared: set[str] = set()
+        self._named = False
+        """Whether the last plan with routes named the weights."""
+        self._open_from = 0.0
 
     def __call__(self, faults: tuple[SourceFault, ...], current: tuple[Share, ...]) -> Plan:
         """The planner's plan. Raises as `PlannerClient.ask`, and NoSource where all hold other layouts."""
+        named = self._named or self._seed.manifest is not None
+        if named and any(fault.error == SourceChanged.__name__ for fault in faults):
+            self._open_from = time.monotonic() + self._settings.patience_s
         plan = self._ask(faults, current)
-        if not (plan.routes or plan.storage) and self._open():
+        if not (plan.routes or plan.storage) and time.monotonic() >= self._open_from and self._open():
             plan = self._ask((), current)
+        if plan.routes:
+            self._named = plan.weights_id is not None
         if plan.other_layout is not None:
             self._explain(plan)
         return plan

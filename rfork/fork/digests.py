@@ -38,6 +38,10 @@ class Giving(Protocol):
         """These chunks were offered and are wrong: whoever read them has to know."""
         ...
 
+    def fence(self) -> None:
+        """Nothing is held any more, and what the image must hold is not known."""
+        ...
+
     def say_reading(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
         """When storage last gave something, here or (`relayed`) to whom this instance waits for."""
         ...
@@ -61,7 +65,8 @@ class Digests:
 
     def learn(self, manifest: Manifest) -> None:
         """The manifest is known: chunks that do not match it are dropped."""
-        if self.manifest is not None and self.manifest.weights_id == manifest.weights_id:
+        before = self.manifest
+        if before is not None and before.weights_id == manifest.weights_id:
             return
         self.manifest = manifest
         self._schedule.disclaim()  # what was claimed is of the manifest before
@@ -69,6 +74,8 @@ class Digests:
         if wrong:
             self._board.begin(None)  # what is left is not what its files hold
         self.drop(wrong, f"not of weights {manifest.weights_id}")
+        if before is not None and not wrong:
+            self._giving.drop(())  # whoever waits here was told of other weights, and has to hear of it
         self._giving.learn(manifest)
 
     def announce(self, source_id: str, draft: str, digests: Mapping[int, bytes], *, alone: bool) -> None:
@@ -123,6 +130,21 @@ class Digests:
     def drop_all(self, why: str) -> None:
         """Hold nothing and know nothing any more."""
         self.drop(list(ranges.indices(self._board.verified)), why)
+        self._forget_all()
+
+    def start_over(self) -> int:
+        """Nobody gives the weights any more that this fork has begun; returns how many chunks are dropped.
+
+        Whoever reads from here is told by a new generation, and starts over in its turn. Nothing may be
+        in flight: what lands later would count for the weights that come next.
+        """
+        held = list(ranges.indices(self._board.verified))
+        self._schedule.drop(held)
+        self._giving.fence()
+        self._forget_all()
+        return len(held)
+
+    def _forget_all(self) -> None:
         self._schedule.disclaim()
         self.manifest = None
         self._board.begin(None)

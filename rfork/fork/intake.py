@@ -1,7 +1,7 @@
-"""What the sources of a fork say, on their threads, and what becomes of it.
+"""What the planner and the sources of a fork say, the latter on their threads, and what becomes of it.
 
-Runs on the target. Each call takes the puller's lock, and rings its bell where there is something to
-read, or to plan anew.
+Runs on the target. Each call of a source takes the puller's lock, and rings its bell where there is
+something to read, or to plan anew.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ from rfork.fork.giver import Giver
 from rfork.fork.resume import Resume
 from rfork.fork.schedule import Schedule
 from rfork.fork.sources import Open, Sources
+from rfork.image import ranges
 from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
 from rfork.image.ranges import Range
+from rfork.logs import logger
+from rfork.storage.base import name_of
+from rfork.wire import Plan
+
+log = logger(__name__)
 
 
 class Intake:
@@ -41,12 +47,60 @@ class Intake:
         """Whether the fork is over: who fails now is not at fault."""
         self.expected: str | None = None
         """The weights_id of the plan."""
+        self._left: str | None = None
+        """The weights_id of what was dropped since the plan."""
         self._changed = changed
         self._board = board
         self._schedule = schedule
         self._digests = digests
         self._resume = resume
         self._deadline = deadline
+        self._count = len(board.chunks)
+
+    # -- what the puller does; it holds the lock -------------------------------------------------------
+
+    def adopt(self, plan: Plan) -> None:
+        """Follow a plan."""
+        self.expected, self._left = plan.weights_id, None
+        self.sources.adopt(plan.routes, plan.storage)
+        log.info(
+            "planned",
+            fork=plan.fork_id,
+            routes={route.source_id[:8]: ranges_text(route.chunks) for route in plan.routes},
+            storage={name_of(read.kind, read.uri): ranges_text(read.chunks) for read in plan.storage},
+            reason=plan.reason,
+        )
+        self._changed.notify_all()
+
+    @property
+    def changing(self) -> bool:
+        """Whether the weights that were read change at their source: others will soon be had there."""
+        known = self._digests.manifest is not None or self.expected is not None or self._left is not None
+        return known and self.sources.changing
+
+    def start_over(self) -> bool:
+        """Drop what was begun of weights that nobody gives any more; whether there was anything."""
+        manifest = self._digests.manifest
+        if manifest is None:
+            return False
+        self._left = manifest.weights_id
+        if chunks := self._digests.start_over():
+            why = f"the weights changed at the source: started over, {chunks} chunks dropped"
+            log.warning("started over", chunks=chunks, weights_id=self._left)
+            self.sources.reasons.append(SourceChanged(why))
+        return True
+
+    def leads_back(self, plan: Plan) -> bool:
+        """Whether a plan names the weights that were dropped, and some that have yet to drop them too.
+
+        Who holds all of them leads on: they were changed back.
+        """
+        parts = [part for route in plan.routes for part in route.chunks]
+        parts += [part for read in plan.storage for part in read.chunks]
+        partial = ranges.count(ranges.normalise(parts)) < self._count
+        return plan.weights_id is not None and plan.weights_id == self._left and partial
+
+    # -- what sources say, on their threads ------------------------------------------------------------
 
     def on_manifest(self, feed: Giver, manifest: Manifest) -> None:
         """See `rfork.fork.giver.Listener`; every source must hold the bytes that the first one named."""
@@ -60,7 +114,8 @@ class Intake:
                     f"{feed.address}: holds weights {manifest.weights_id}, this fork is of {expected}"
                 )
             self._digests.learn(manifest)
-            self._resume.know(manifest)
+            if known is None or known.weights_id != manifest.weights_id:
+                self._resume.know(manifest)
             self._changed.notify_all()
 
     def on_draft(self, feed: Giver, draft: str, digests: Mapping[int, bytes]) -> None:
@@ -106,3 +161,8 @@ class Intake:
         if not self.stopping and time.monotonic() < self._deadline.at:
             self.sources.fail(feed, error)
         self._changed.notify_all()
+
+
+def ranges_text(parts: tuple[Range, ...]) -> str:
+    """Chunk ranges as people read them: ``0-63,80-127``."""
+    return ",".join(f"{begin}-{end - 1}" for begin, end in parts)

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
 import re
-import sys
 import threading
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,6 +21,7 @@ from rfork.image.board import ChunkBoard
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
 from rfork.logs import logger
+from rfork.niceness import stand_back
 from rfork.seed.seed import Identity
 from rfork.storage.claim import claim
 from rfork.storage.spool import Spool
@@ -97,9 +96,12 @@ class Keeper:
         spool: Spool | None = None
         try:
             spool = self._open()
+            self._writes = True
+            threading.Thread(target=self._write, args=(spool,), name="rfork-keep", daemon=True).start()
         except StorageError as error:
             log.warning("nothing is kept for a resume", because=str(error))
-        except Exception:  # a bug: it must not end the fork
+        except Exception:  # a bug, or no thread to be had: it must not end the fork
+            self._writes = False
             log.exception("nothing is kept for a resume")
         with self._changed:
             self._spool = spool
@@ -114,24 +116,21 @@ class Keeper:
             self._ended = True
             self._changed.notify_all()
         if spool is not None:
-            _give_way()
+            stand_back(LOWEST)
             spool.close()  # of a removed file the kernel frees every page now, and nobody waits for it
 
     def _open(self) -> Spool:
         if self._folder is None:
             raise StorageError("there is no folder")
-        spool = claim(self._folder, self._name, self._image.layout)
-        self._writes = True
-        threading.Thread(target=self._write, args=(spool,), name="rfork-keep", daemon=True).start()
-        return spool
+        return claim(self._folder, self._name, self._image.layout)
 
     def _write(self, spool: Spool) -> None:
-        _give_way()
         stop = self._board.subscribe(lambda: self._news.put(None))
-        self._news.put(None)
         try:
+            stand_back(LOWEST)
             if not spool.room():
                 raise OSError(errno.ENOSPC, f"{spool.path}: there is no room for the image")
+            self._news.put(None)
             while self._wait():
                 held, kept = self._board.digests, spool.records
                 for chunk in sorted(chunk for chunk in held if kept.get(chunk) != held[chunk]):
@@ -183,9 +182,3 @@ class Keeper:
             spool.remove()
         except OSError as error:
             log.warning("a spool could not be removed", because=str(error))
-
-
-def _give_way() -> None:
-    """Leave the cores to others from now on: on Linux a thread has a niceness of its own."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)

@@ -29,10 +29,8 @@ from rfork.fork.whole import LoadWhole, Whole
 from rfork.fork.workers import Workers
 from rfork.image.board import ChunkBoard
 from rfork.image.memory import Image
-from rfork.image.ranges import Range
 from rfork.logs import logger
 from rfork.settings import Settings
-from rfork.storage.base import name_of
 from rfork.storage.spool import Spool
 from rfork.wire import Lease, Plan, Share, SourceFault
 
@@ -196,18 +194,22 @@ class Puller:
                 lonely_since, retry_at = None, time.monotonic() + FIRST_RETRY_S
                 continue
             with self._changed:
-                if plan is not None and (plan.routes or plan.storage):
-                    self._adopt(plan)
-                    lonely_since = None
+                if plan is not None and (plan.routes or plan.storage) and not self._intake.leads_back(plan):
+                    self._plans += 1
+                    self._ask_again, lonely_since = None, None
+                    self._intake.adopt(plan)
                     again_s = plan.retry_after_s if self._schedule.unassigned else LEAST_REPLAN_S
                     retry_at = now + max(LEAST_REPLAN_S, UNCOVERED_S if again_s is None else again_s)
                     continue
-                if self._schedule.in_flight or self._sources.giving:
+                if self._schedule.in_flight or self._sources.giving or not self._schedule.unassigned:
                     retry_at = now + UNCOVERED_S  # others still give: no hurry
                     continue
-                lonely_since = lonely_since or now
                 again_s = plan.retry_after_s if plan is not None else FIRST_RETRY_S
-                worth_it = again_s is not None and (plan is not None or self._plans > 0)
+                changing = self._intake.changing
+                if changing and again_s is None and self._intake.start_over():
+                    continue  # it asks for any weights now
+                lonely_since = lonely_since or now
+                worth_it = changing or (again_s is not None and (plan is not None or self._plans > 0))
                 if not worth_it or now - lonely_since >= self._settings.patience_s:
                     raise refusal
                 retry_at = now + (again_s or FIRST_RETRY_S)
@@ -245,22 +247,3 @@ class Puller:
         with self._changed:
             self._sources.told(faults)
         return plan, NoSource(plan.reason or "the planner knows no source")
-
-    def _adopt(self, plan: Plan) -> None:
-        self._plans += 1
-        self._ask_again = None
-        self._intake.expected = plan.weights_id
-        self._sources.adopt(plan.routes, plan.storage)
-        log.info(
-            "planned",
-            fork=plan.fork_id,
-            routes={route.source_id[:8]: ranges_text(route.chunks) for route in plan.routes},
-            storage={name_of(read.kind, read.uri): ranges_text(read.chunks) for read in plan.storage},
-            reason=plan.reason,
-        )
-        self._changed.notify_all()
-
-
-def ranges_text(parts: tuple[Range, ...]) -> str:
-    """Chunk ranges as people read them: ``0-63,80-127``."""
-    return ",".join(f"{begin}-{end - 1}" for begin, end in parts)

@@ -75,6 +75,7 @@ class Resume:
         self._began_at = self._advanced_at = 0.0
         self._known_at = math.inf
         self._loaded = 0  # bytes
+        self._fetched = self._fetched_before = 0  # bytes; of weights before those of the claim
         self._rate = 0.0  # bytes a second, of all sources at their best
         self._thread = threading.Thread(target=self._run, name="rfork-resume", daemon=True)
 
@@ -96,6 +97,7 @@ class Resume:
             log.info("resuming", chunks=len(held), of=len(self._chunks), spool=str(self._spool.path))
             self._wanted = held
             self._known_at = time.monotonic()
+            self._loaded, self._rate, self._fetched_before = 0, 0.0, self._fetched
             self._schedule.claim(RESUME, held)
             self._changed.notify_all()
 
@@ -104,11 +106,12 @@ class Resume:
 
         `fetched` is how many bytes the sources have given so far.
         """
+        self._fetched = fetched
         if self._loading is not None and now - self._advanced_at > self._settings.stall_s:
             log.warning("the spool is left: it gave nothing", seconds=round(now - self._advanced_at, 1))
             self._give_up()
         elif now - self._known_at >= LEAST_S:
-            self._weigh(now - self._known_at, fetched)
+            self._weigh(now - self._known_at, fetched - self._fetched_before)
 
     def _weigh(self, seconds: float, fetched: int) -> None:
         """Keep only what comes before the sources would have given the whole image.
@@ -138,23 +141,23 @@ class Resume:
         return (self._share,) if self._share.verified_chunks else ()
 
     def _run(self) -> None:
-        scratch: memoryview | None = None
-        while (read := self._next()) is not None:
-            right = works = False
-            try:
-                scratch = scratch or memoryview(bytearray(min(BLOCK_BYTES, self._chunks.chunk_size)))
-                right = self._load(read.chunk, scratch)
-                works = True
-            except OSError as error:
-                log.warning("the spool is left: it cannot be read", because=str(error))
-            except Exception:  # out of memory, or a bug: the sources have to give what is left
-                log.exception("the spool is left")
+        try:
+            scratch = memoryview(bytearray(min(BLOCK_BYTES, self._chunks.chunk_size)))
+            while (read := self._next()) is not None:
+                digest = self._load(read.chunk, scratch)
+                with self._changed:
+                    if self._over:
+                        return
+                    self._settle(read, digest)
+        except OSError as error:
             with self._changed:
-                if self._over:
-                    return
-                if works:
-                    self._settle(read, right=right)
-                else:
+                if not self._over:  # else the fork is over, and the spool closed
+                    log.warning("the spool is left: it cannot be read", because=str(error))
+        except Exception:  # out of memory, or a bug: the sources have to give what is left
+            log.exception("the spool is left")
+        finally:
+            with self._changed:
+                if not self._over:
                     self._give_up()
 
     def _next(self) -> Read | None:
@@ -167,10 +170,10 @@ class Resume:
                 self._changed.wait()
             return None
 
-    def _load(self, chunk: int, scratch: memoryview) -> bool:
-        """Fill one chunk; whether the spool had the right bytes."""
+    def _load(self, chunk: int, scratch: memoryview) -> bytes | None:
+        """Fill one chunk; the digest of what is in it now, if the spool had all of it."""
         if self._spool is None:
-            return False
+            return None
         begin, end = self._chunks[chunk]
         whole = True
         for at in range(begin, end, scratch.nbytes):
@@ -180,26 +183,26 @@ class Resume:
                 break
             with self._writing:
                 if self._over:
-                    return False
+                    return None
                 with self._image.writable(at, at + block.nbytes) as views:
                     copy_block(block, views)
             self._advanced_at = time.monotonic()
             self._loaded += block.nbytes
-        right = whole and self._image.digest(chunk) == self._wanted[chunk]
-        if not right:
+        digest = self._image.digest(chunk) if whole else None
+        if not self._over and (digest is None or digest != self._wanted.get(chunk)):
             self._spool.erase(chunk)  # so that it is kept anew once a source gave it
-        return right
+        return digest
 
-    def _settle(self, read: Read, *, right: bool) -> None:
+    def _settle(self, read: Read, digest: bytes | None) -> None:
         """A chunk was filled, or could not be; the caller holds the lock."""
-        self._loading = None
         self.seconds += time.monotonic() - self._began_at
         # Asked only now: the manifest may be another than that of the claim.
-        manifest, digest = self._digests.manifest, self._wanted[read.chunk]
-        if right and manifest is not None and manifest.digests[read.chunk] == digest:
+        manifest = self._digests.manifest
+        if digest is not None and manifest is not None and manifest.digests[read.chunk] == digest:
             begin, end = self._chunks[read.chunk]
             self._board.mark(read.chunk, digest)
             self._schedule.verified(read)
+            self._loading = None
             self._share = replace(
                 self._share,
                 verified_chunks=self._share.verified_chunks + 1,
@@ -209,6 +212,7 @@ class Resume:
                 self._changed.notify_all()
             return
         log.info("a kept chunk is not right: it is fetched", chunk=read.chunk)
+        self._loading = None
         self._schedule.dropped(read)
         self._schedule.disclaim([read.chunk])
         self._changed.notify_all()

@@ -111,8 +111,9 @@ class ForkSession:
             serve_peer=self._serve_peer,
         ).start()
         reasons: list[RforkError] = []
-        keeper = Keeper(self._settings.resume, self._identity, image, board).start()
+        keeper = Keeper(self._settings.resume, self._identity, image, board)
         try:
+            keeper.start()
             report = self._fill(image, board, seed, keeper, derived, reasons)
             keeper.close(remove=True)
             return report

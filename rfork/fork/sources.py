@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from rfork.errors import Fault, RforkError
+from rfork.errors import Fault, RforkError, SourceChanged
 from rfork.fork.digests import Digests
 from rfork.fork.feed import Feed
 from rfork.fork.giver import Giver, Listener
@@ -184,6 +184,11 @@ class Sources:
     def shares(self) -> tuple[SourceShare, ...]:
         """What each source gave so far, most first."""
         return tuple(sorted(self._shares.values(), key=lambda share: -share.verified_bytes))
+
+    @property
+    def changing(self) -> bool:
+        """Whether the last that failed did so as its weights changed: it may soon give others."""
+        return bool(self.reasons) and isinstance(self.reasons[-1], SourceChanged)
 
     @property
     def giving(self) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from rfork.errors import UnsupportedTensor
-from rfork.image.layout import Layout, TensorSpec
+from rfork.image.layout import Layout
+from rfork.image.specs import TensorSpec
 from rfork.image.strides import span_of
 
 

@@ -19,8 +19,9 @@ from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from rfork.errors import UnsupportedTensor
-from rfork.image.layout import Layout, TensorSpec
+from rfork.image.layout import Layout
 from rfork.image.memory import Image
+from rfork.image.specs import TensorSpec
 from rfork.image.strides import contiguous_stride, span_of
 from rfork.image.walk import named_tensors
 

@@ -11,8 +11,6 @@ from itertools import islice
 from rfork.image.chunks import Chunks
 from rfork.image.specs import Specs, TensorSpec
 
-__all__ = ["Layout", "TensorSpec"]
-
 LAYOUT_DOMAIN = b"rfork-layout-v1\n"
 HASHED_AT_ONCE = 4096
 """Specs in one update of the hash: their text is never there as a whole."""

@@ -19,7 +19,8 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from rfork.errors import StorageError
 from rfork.image.arena import dtype_of
-from rfork.image.layout import Layout, TensorSpec
+from rfork.image.layout import Layout
+from rfork.image.specs import TensorSpec
 from rfork.image.strides import contiguous_stride, span_of
 
 ALIGNMENT = 4096

@@ -99,7 +99,8 @@ async def _first(
     requests: AsyncIterator[RequestMessage], context: Context[RequestMessage, ResponseMessage]
 ) -> RequestMessage:
     try:
-        return await asyncio.wait_for(anext(requests), REQUEST_S)
+        async with asyncio.timeout(REQUEST_S):
+            return await anext(requests)
     except TimeoutError:
         await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not come")
     except (StopAsyncIteration, DecodeError):
@@ -108,13 +109,13 @@ async def _first(
 
 async def _give(message: ResponseMessage, context: Context[RequestMessage, ResponseMessage]) -> None:
     try:
-        await asyncio.wait_for(context.write(message), TAKE_S)
+        async with asyncio.timeout(TAKE_S):
+            await context.write(message)
     except TimeoutError:
         # The end of the call waits behind the message that is not taken; it is broken off with us.
         with suppress(TimeoutError):
-            await asyncio.wait_for(
-                context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the answer is not taken"), END_S
-            )
+            async with asyncio.timeout(END_S):
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the answer is not taken")
         raise asyncio.CancelledError from None
 
 

@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
+from rfork.errors import RforkError
 from rfork.image import ranges
 from rfork.image.manifest import Manifest
 from rfork.peer import admission, codec
@@ -28,6 +29,7 @@ MOST_STREAMS = 16
 """Progress streams of one fork at once: one for each channel that it may have."""
 MOST_MANIFESTS = 2
 """Of one fork at once: a manifest of 100,000 tensors takes some tenths of a second to write."""
+CHANGED = "the weights changed"
 
 
 class PeerHost(Protocol):
@@ -49,7 +51,7 @@ class PeerHost(Protocol):
         ...
 
     def open_channel(
-        self, fork_id: str, layout_id: str, transports: list[str], reader: str
+        self, fork_id: str, layout_id: str, transports: list[str], address: str
     ) -> tuple[str, Endpoint]:
         """Give the reader at this IP address a place: its channel's id, how to read.
 
@@ -101,12 +103,19 @@ class _Answers:
         """A relay that does not know its manifest yet answers once it does."""
         changed, subscription = self._changes()
         with subscription:
-            while (manifest := self._host.manifest) is None:
+            drafted, generation = False, self._host.generation
+            self._host.check(admission.token_of(context))  # it was let in, and may have been fenced since
+            while True:
                 changed.clear()
+                manifest, before, generation = self._host.manifest, generation, self._host.generation
+                # A relay that learns its manifest may drop chunks of its draft first: only a fence matters.
+                if generation != before and not drafted:
+                    await context.abort(grpc.StatusCode.ABORTED, CHANGED)
+                if manifest is not None:
+                    break
+                drafted = self._host.news(()).draft is not None
                 await changed.wait()
-        for part in codec.manifest_parts(
-            manifest, self._host.generation, include_tensors=request.include_tensors
-        ):
+        for part in codec.manifest_parts(manifest, generation, include_tensors=request.include_tensors):
             yield part
 
     async def open_channel(
@@ -119,6 +128,11 @@ class _Answers:
         channel_id, endpoint = self._host.open_channel(
             fork_id, request.layout_id, list(request.transports), _address(context.peer())
         )
+        try:
+            self._host.check(admission.token_of(context))
+        except RforkError:  # fenced since it was let in: the other channels may have been ended before this
+            self._host.close_channel(channel_id)
+            raise
         yield codec.endpoint_message(channel_id, endpoint, self._host.generation)
 
     async def watch_progress(
@@ -129,10 +143,11 @@ class _Answers:
     ) -> AsyncGenerator[peer_pb2.WatchProgressResponse, None]:
         """The stream's end, however it comes, gives the reader's place back."""
         channel_id = request.channel_id
+        generation = self._host.generation
         if not self._host.has_channel(channel_id, fork_id):
+            self._host.check(admission.token_of(context))  # a fence ends channels too
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no channel {channel_id!r}")
         keep_alive_s = max(request.keep_alive_ms / 1000 or DEFAULT_KEEP_ALIVE_S, LEAST_KEEP_ALIVE_S)
-        generation = self._host.generation
         told: tuple[ranges.Range, ...] = ()
         changed, subscription = self._changes()
         try:
@@ -142,10 +157,12 @@ class _Answers:
                     news = self._host.news(told)
                     # Asked after the news is made: what is told is then of this generation.
                     if self._host.generation != generation:
-                        await context.abort(grpc.StatusCode.ABORTED, "the weights changed")
+                        await context.abort(grpc.StatusCode.ABORTED, CHANGED)
                     yield codec.progress_message(news, generation)
                     told = ranges.normalise((*told, *news.chunks))
                     await _wait(changed, keep_alive_s)
+            if self._host.generation != generation:
+                await context.abort(grpc.StatusCode.ABORTED, CHANGED)
         finally:
             self._host.close_channel(channel_id)
 
@@ -189,7 +206,7 @@ def _address(peer: str) -> str:
 
 
 async def _wait(event: asyncio.Event, timeout: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), timeout)
-    except TimeoutError:
-        return
+    # Not wait_for(): before Python 3.12 that loses the end of a call which comes together with the event.
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout):
+            await event.wait()

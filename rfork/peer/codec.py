@@ -17,10 +17,10 @@ from rfork.errors import (
     SourceStalled,
 )
 from rfork.image import ranges
-from rfork.image.layout import Layout, TensorSpec
+from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Segment
-from rfork.image.specs import Kind, Specs
+from rfork.image.specs import Kind, Specs, TensorSpec
 from rfork.peer.base import Progress, Reading
 from rfork.peer.v1 import peer_pb2
 from rfork.transport.base import Endpoint

@@ -110,6 +110,9 @@ class MemoryPeer:
                 if not self._wait(keep_alive_s):
                     break
                 self._peers.host(self._address)  # raises SourceGone when it died
+            else:
+                if host.generation != generation:
+                    raise SourceChanged(f"{self._address}: the weights changed")
         host.close_channel(channel_id)
 
     def renew(self, deadline: float) -> None:

@@ -117,10 +117,6 @@ class PeerServer:
         calls = asyncio.all_tasks() - {asyncio.current_task()}
         if calls:
             await asyncio.wait(calls, timeout=STOP_GRACE_S)
-        # Calls that were cut have still to end, and need the loop for it.
-        calls = asyncio.all_tasks() - {asyncio.current_task()}
-        if calls:
-            await asyncio.wait(calls, timeout=STOP_GRACE_S)
 
 
 def most_connections() -> int:

@@ -1,15 +1,18 @@
 """The open channels of a seed: a reader's place, and its way in, for as long as its lease lasts.
 
 Runs on the source. A transport whose reads the seed does not see lets a reader in when its channel
-opens, so it has to be told when that is over, whether the reader says so or its lease just ends.
+opens, so it has to be told when that is over, whether the reader says so or its lease just ends. That may
+take it a while, so a thread of its own tells it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 
-from rfork.errors import RforkError, SourceChanged
+from rfork.errors import SourceChanged
 from rfork.logs import logger
 from rfork.seed.leases import LeaseBook
 from rfork.transport.base import Endpoint, Exporter
@@ -18,6 +21,16 @@ SWEEP_S = 0.5
 """A reader whose lease has ended keeps its way in no longer than this."""
 
 log = logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Where a channel leads: whose it is, and what gives it the bytes."""
+
+    channel_id: str
+    fork_id: str
+    transport: str
+    exporter: Exporter
 
 
 class Channels:
@@ -30,8 +43,11 @@ class Channels:
         self._exporters = exporters
         self._ended = ended
         self._lock = threading.Lock()
-        self._ways: dict[str, Exporter] = {}  # by channel
+        self._ways: dict[str, Way] = {}  # by channel
+        self._ended_ways: deque[Way] = deque()  # whose readers have still to be let out
+        self._letting_out = threading.Lock()
         self._closing = threading.Event()
+        self._woken = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep, name="rfork-leases", daemon=True)
 
     def start(self) -> None:
@@ -41,11 +57,12 @@ class Channels:
     def stop(self) -> None:
         """Look no more. Safe to call twice, and without a start."""
         self._closing.set()
+        self._woken.set()
         if self._sweeper.ident is not None:
             self._sweeper.join()
 
-    def open(self, fork_id: str, transports: Sequence[str], reader: str) -> tuple[str, Endpoint]:
-        """A channel for the reader at IP address `reader`, on the first transport that is exported.
+    def open(self, fork_id: str, transports: Sequence[str], address: str) -> tuple[str, Endpoint]:
+        """A channel for the reader at this IP address, on the first transport that is exported.
 
         Raises SourceChanged when there is none of these transports, and SourceBusy.
         """
@@ -56,32 +73,59 @@ class Channels:
         # All under the lock: a lease that ends meanwhile is then swept once its way in is known.
         with self._lock:
             channel_id = self._leases.open(fork_id)
-            self._ways[channel_id] = exporter
+            self._ways[channel_id] = Way(channel_id, fork_id, name, exporter)
             try:
-                exporter.let_in(channel_id, reader)
+                exporter.let_in(channel_id, address)
             except BaseException:
                 self._end(channel_id)
                 raise
         return channel_id, exporter.endpoint()
 
     def close(self, channel_id: str) -> None:
-        """Take the place and the way in back; a channel that is gone is no error."""
+        """Take the place back at once, and the way in soon after; a channel that is gone is no error."""
         with self._lock:
             self._end(channel_id)
 
+    def end_all(self) -> bool:
+        """Take all places back, and return once all readers are out; whether there were any."""
+        with self._lock:
+            ending = list(self._ways)
+            for channel_id in ending:
+                self._end(channel_id)
+        self._let_out()
+        return bool(ending)
+
+    def readers_on(self, transports: Container[str]) -> int:
+        """How many forks have a channel on one of these transports."""
+        with self._lock:
+            return len({way.fork_id for way in self._ways.values() if way.transport in transports})
+
     def _end(self, channel_id: str) -> None:
         self._leases.close(channel_id)
-        exporter = self._ways.pop(channel_id, None)
-        if exporter is not None:
-            exporter.let_out(channel_id)
+        way = self._ways.pop(channel_id, None)
+        if way is not None:
+            self._ended_ways.append(way)
+            self._woken.set()
+
+    def _let_out(self) -> None:
+        with self._letting_out:
+            while self._ended_ways:
+                way = self._ended_ways.popleft()
+                try:
+                    way.exporter.let_out(way.channel_id)
+                except Exception:  # the next ones have to go all the same
+                    log.exception("a reader could not be cut off", fork=way.fork_id, transport=way.transport)
 
     def _sweep(self) -> None:
-        while not self._closing.wait(SWEEP_S):
-            swept = self._leases.sweep()
-            for channel_id in swept:
-                try:
+        while not self._closing.is_set():
+            self._woken.wait(SWEEP_S)
+            self._woken.clear()
+            try:
+                swept = self._leases.sweep()
+                for channel_id in swept:
                     self.close(channel_id)
-                except (OSError, RforkError) as error:
-                    log.error("a reader's lease ended and it could not be cut off: %s", error)
-            if swept:
-                self._ended()
+                self._let_out()
+                if swept:
+                    self._ended()
+            except Exception:  # a bug: those whose lease ends later have to go all the same
+                log.exception("leases that ended could not be swept")

@@ -1,7 +1,9 @@
 """The governor: holds what this instance gives under a rate, whoever reads.
 
-Runs on the source. Every exporter spends from one budget, so the rate holds for the instance and not
-for each reader. It is the lower one of the fixed cap and of what the latency guard allows now.
+Runs on the source. The rate holds for the instance and not for each reader: it is the lower one of the fixed
+cap and of what the latency guard allows now. Exporters that send each byte spend from one budget, in turns;
+readers on one-sided transports keep to their part by themselves (`rfork.seed.pacing`), and the budget is
+the smaller by that.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ LOOK_S = 0.05
 class Governor:
     """The budget of one instance. `cap` is in bytes a second; None: only `latency` limits, if it is given.
 
-    Without any limit everything passes.
+    Without any limit everything passes. `part` says how much of the rate is granted here, above 0 and at
+    most 1: the rest is for those who ask for no grant.
     """
 
     def __init__(
@@ -34,15 +37,16 @@ class Governor:
         cap: int | None,
         latency: LatencyGuard | None = None,
         *,
+        part: Callable[[], float] = lambda: 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cap = cap
         self._latency = latency
+        self._part = part
         self._bucket = Bucket(clock=clock)
         self._lock = threading.Lock()
-        self._line: deque[threading.Event] = (
-            deque()
-        )  # the first one waits for the budget, the others for their turn
+        self._taken = False  # somebody has the turn: it waits for the budget, the others for it
+        self._lines: dict[str, deque[threading.Event]] = {}  # by fork, the next one first; none is empty
         self._closed = threading.Event()
 
     def rate(self, *, giving: bool) -> int | None:
@@ -54,17 +58,18 @@ class Governor:
         """What those who read now are held to, for the planner; the fixed cap while nobody reads."""
         return self._lower(self._latency.held() if self._latency is not None else None)
 
-    def grant(self, most: int) -> int:
+    def grant(self, most: int, fork_id: str) -> int:
         """Block until some of `most` bytes may be sent, or the governor is closed; returns how many.
 
-        Under a rate that is a fiftieth of a second's worth: short for the work that goes on beside
-        it, and with many readers each is served often enough not to count the source as stalled.
+        Forks that wait have one grant each in turn, however many connections ask for one of them. Under a
+        rate that is a fiftieth of a second's worth: short for the work that goes on beside it, and with many
+        readers each is served often enough not to count the source as stalled.
         """
         if self.rate(giving=True) is None:
             return most
-        with self._turn():
+        with self._turn(fork_id):
             while True:
-                rate = self.rate(giving=True)
+                rate = self._granted_rate()
                 self._bucket.hold_to(rate)
                 granted = most if rate is None else _slice(rate, most)
                 delay = self._bucket.spend(granted)
@@ -75,21 +80,36 @@ class Governor:
         """Wake everyone who waits."""
         self._closed.set()
 
+    def _granted_rate(self) -> int | None:
+        rate = self.rate(giving=True)
+        return None if rate is None else max(1, int(rate * self._part()))
+
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _turn(self, fork_id: str) -> Iterator[None]:
         """Strictly in order: with a plain lock, one that asks again at once would keep the others out."""
         turn = threading.Event()
         with self._lock:
-            self._line.append(turn)
-            self._line[0].set()
+            self._lines.setdefault(fork_id, deque()).append(turn)
+            if not self._taken:
+                self._pass_on()
         turn.wait()
         try:
             yield
         finally:
             with self._lock:
-                self._line.popleft()
-                if self._line:
-                    self._line[0].set()
+                # Behind all that came while it had its turn: then one connection gets as much as many.
+                if fork_id in self._lines:
+                    self._lines[fork_id] = self._lines.pop(fork_id)
+                self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Give the turn to the first in the line of the next fork, if anybody waits. Under the lock."""
+        self._taken = bool(self._lines)
+        if self._taken:
+            fork_id, line = next(iter(self._lines.items()))
+            line.popleft().set()
+            if not line:
+                del self._lines[fork_id]
 
     def _lower(self, rate: int | None) -> int | None:
         if self._cap is None or rate is None:

@@ -80,9 +80,7 @@ class Holding:
         with self._changing:
             self.generation += 1
             self.board.drop(chunks)
-        self._tell()
-        self.poke()
-        self._settle()
+        self._part_from_readers()
 
     def say_reading(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
         """Tell the readers that this instance, or (`relayed`) whom it waits for, reads from storage now.
@@ -123,8 +121,9 @@ class Holding:
         """The weights are about to change: give nothing, and cut whoever reads the old ones.
 
         Returns once no thread of an exporter reads the image any more; a reader that does not take what it
-        asked for is cut for that. One-sided transports (transfer_engine) read without this process: what
-        they bring over during a change is found out by its digest. `reseal` gives the weights again;
+        asked for is cut for that. One-sided transports (transfer_engine) read without this process: their
+        channels end and their connections are cut, and what still comes over (RDMA) is found out by its
+        digest. `reseal` gives the weights again;
         `updating` does both.
         """
         with self._changing:
@@ -132,9 +131,7 @@ class Holding:
             self._manifest = None
             self._be("loading")
             self.board.clear()
-        self._tell()
-        self.poke()
-        self._settle()
+        self._part_from_readers()
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
@@ -148,9 +145,16 @@ class Holding:
             yield
             self.reseal()
 
-    def _settle(self) -> None:
+    def _part_from_readers(self) -> None:
+        """Those of the generation before: tell them, end their channels, and wait for what they take now."""
+        self._tell()  # first: a reader whose connection is cut before it has heard blames the source
+        self.poke()
+        self._end_readers()
         if cut := self._readings.settle(SETTLE_S):
             log.info("readers cut, as the bytes are about to change", readers=cut)
+
+    def _end_readers(self) -> None:
+        """Called when the bytes are about to change: nobody may read them without asking from now on."""
 
     def news(self, told: tuple[ranges.Range, ...]) -> Progress:
         """See `rfork.peer.answers.PeerHost.news`."""

@@ -43,7 +43,7 @@ NOISE: Final = 0.005
 """Gain times variance, in means: chance alone then moves the rate by no more than a factor of two or so."""
 
 BASELINE_UNITS, KEPT_UNITS, FEWEST_UNITS, MISFITS = 256, 32, 8, 7
-BASELINE_S: Final = 6.0
+BASELINE_S: Final = 10.0
 """Older units count for nothing, as long as there are KEPT_UNITS newer ones."""
 WAITING_UNITS: Final = 1024
 
@@ -54,7 +54,7 @@ SETTLE_S: Final = 0.1
 LINGER_S: Final = 1.0
 """Seconds without a question for the rate after which nothing is given any more: who gives and is held up
 by the engine's work does not ask, and the units that did so are no baseline."""
-REST_UNITS: Final = 24
+REST_UNITS: Final = 48
 MOST_REST_S: Final = 2.0
 REST_SHARE, FIRST_REST_SHARE = 0.1, 0.3
 FIRST_REST_S: Final = 5.0
@@ -84,7 +84,7 @@ class LatencyGuard:
         self._baseline = Baseline()
         self._rate: float = FIRST_RATE
         self._last_end = -math.inf
-        self._judged_until = -math.inf
+        self._judged_until = self._late_until = -math.inf
         self._giving_since = self._giving_until = -math.inf
         self._loud_since = self._loud_until = -math.inf
         self._rest_until = -math.inf
@@ -172,24 +172,31 @@ class LatencyGuard:
             self._last_end = at
             self._judge(at, seconds)
             if self._quiet(at - seconds, at):
-                self._baseline.add(at, seconds)
+                self._baseline.add(at, seconds, resting=at - seconds >= self._giving_since)
                 learnt = True
         if learnt and self._baseline.measure(now):
             self._rest_until = min(self._rest_until, now)
-        for began in list(self._running.values()):
-            if self._baseline.known and now - began > WORST * self._baseline.mean:
-                self._judge(now, now - began)
+        if self._baseline.known and now - self._late_until >= self._baseline.mean:
+            began = min(self._running.copy().values(), default=now)
+            if now - began > WORST * self._baseline.mean:
+                self._judge(now, now - began, ended=False)
 
-    def _judge(self, at: float, seconds: float) -> None:
+    def _judge(self, at: float, seconds: float, *, ended: bool = True) -> None:
         """Move the rate by one unit, if what was given may have had to do with it."""
         began = at - seconds
         if not self._baseline.known or at < self._giving_since or began > self._giving_until:
             return
-        if at <= max(self._rest_until, self._judged_until):
+        # The part of its time that no other unit has spoken for: so many side by side are one. One that has
+        # not ended speaks for late ones only: it may hang for good, and the others tell how the work goes.
+        late = seconds > WORST * self._baseline.mean
+        until = max(self._judged_until, self._late_until) if late else self._judged_until
+        if at <= max(self._rest_until, until):
             return
-        # The part of its time that no other unit has spoken for: so many side by side are one.
-        part = (at - max(began, self._judged_until)) / seconds if began < self._judged_until else 1.0
-        self._judged_until = at
+        part = (at - until) / seconds if began < until else 1.0
+        if ended:
+            self._judged_until = at
+        else:
+            self._late_until = at
         slow = self._baseline.slowness(seconds)
         step = math.exp(self._baseline.gain * part * (self._setpoint - slow))
         self._rate = min(max(self._rate * max(HALF, step), self._floor()), MOST_RATE)
@@ -208,7 +215,7 @@ class Baseline:
         self.mean = 0.0
         """Seconds; of each unit at most WORST usual ones."""
         self.gain = LEAST_GAIN
-        self._units: deque[tuple[float, float]] = deque(maxlen=BASELINE_UNITS)
+        self._units: deque[tuple[float, float, bool]] = deque(maxlen=BASELINE_UNITS)
         self._most = math.inf
         self._usual = (0.0, math.inf)
 
@@ -216,9 +223,13 @@ class Baseline:
         """How long a unit took, in means."""
         return min(seconds, self._most) / self.mean
 
-    def add(self, at: float, seconds: float) -> None:
-        """One more unit; where nearly all of the newest are unusual, they begin another baseline."""
-        self._units.append((at, max(seconds, 1e-9)))
+    def add(self, at: float, seconds: float, *, resting: bool) -> None:
+        """One more unit; where nearly all of the newest are unusual, they begin another baseline.
+
+        `resting`: there are readers, who are held to the floor. What these units take compares best with what
+        they take otherwise; those before the readers came were beside their coming, or long ago.
+        """
+        self._units.append((at, max(seconds, 1e-9), resting))
         if not self.known or len(self._units) <= FEWEST_UNITS:
             return
         newest = sorted(self._units[-index][1] for index in range(1, FEWEST_UNITS + 1))
@@ -233,7 +244,8 @@ class Baseline:
             self._units.popleft()
         if len(self._units) < FEWEST_UNITS:
             return False
-        ordered = sorted(seconds for _, seconds in self._units)
+        rested = [seconds for _, seconds, resting in self._units if resting]
+        ordered = sorted(rested if len(rested) >= KEPT_UNITS else [unit[1] for unit in self._units])
         self._most = WORST * ordered[len(ordered) // 2]
         self._usual = ordered[len(ordered) // 8], ordered[-1 - len(ordered) // 8]
         cut = [min(seconds, self._most) for seconds in ordered]

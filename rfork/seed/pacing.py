@@ -41,11 +41,13 @@ class Pacing:
         self._told_at = clock()
         self._closed = threading.Event()
         self._asked = threading.Event()
+        self._untold = threading.Event()  # news that only one of the readers has heard
         self._thread: threading.Thread | None = None
 
     def share(self) -> int | None:
         """Bytes a second that one reader may take now, for the next message to it; None: no limit."""
-        self.look()
+        if self.look():
+            self._untold.set()
         with self._lock:
             if self._thread is None and not self._closed.is_set():
                 self._thread = threading.Thread(target=self._run, name="rfork-pacing", daemon=True)
@@ -70,6 +72,7 @@ class Pacing:
             self._closed.set()
             thread = self._thread
         self._asked.set()
+        self._untold.set()
         if thread is not None:
             thread.join()
 
@@ -89,6 +92,7 @@ class Pacing:
             if not self._readers():
                 self._asked.wait()
                 continue
-            if self.look():
+            if self.look() or self._untold.is_set():
+                self._untold.clear()
                 self._tell()
-            self._closed.wait(LOOK_S)
+            self._untold.wait(LOOK_S)

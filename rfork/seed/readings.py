@@ -9,6 +9,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
+from rfork.logs import logger
+
+WARN_S = 1.0
+"""A read that goes on for so long after it was cut is worth a line in the log."""
+
+log = logger(__name__)
+
 
 class Readings:
     """Thread-safe; a read is one block of `held`."""
@@ -45,7 +52,9 @@ class Readings:
         for cut in cuts:
             cut()
         with self._changed:
-            self._changed.wait_for(lambda: not self._since(last))
+            # However long it takes: bytes that change while they go out are worse than a late update.
+            while not self._changed.wait_for(lambda: not self._since(last), WARN_S):
+                log.warning("cut reads still go on, and hold up a change of the bytes", reads=len(cuts))
         return len(cuts)
 
     def _since(self, last: int) -> list[Callable[[], None]]:

@@ -76,11 +76,12 @@ class Seed(Holding):
         self.storage: tuple[StorageOffer, ...] = ()
         """What this instance could read by itself, as the planner is told."""
         self._transports = transports
+        self._one_sided = {transport.name for transport in transports if transport.one_sided}
         self._exporters: dict[str, Exporter] = {}
         self._leases = LeaseBook(identity.instance_id, settings.max_readers, clock=time.time)
         self._channels = Channels(self._leases, self._exporters, self._tell)
         self._latency = LatencyGuard(settings.latency_setpoint, floor=self._floor)
-        self._governor = Governor(settings.egress_rate, self._latency)
+        self._governor = Governor(settings.egress_rate, self._latency, part=self._part_granted)
         self._pacing: Pacing | None = None
         self._serve_peer = serve_peer
         self._peer: PeerService | None = None
@@ -92,7 +93,7 @@ class Seed(Holding):
     def start(self) -> Self:
         """Open the exporters and the peer service, then begin to report to the planner."""
         try:
-            if any(transport.one_sided for transport in self._transports):
+            if self._one_sided:
                 self._pacing = Pacing(self._governor, lambda: len(self._leases.readers), self._tell)
             for transport in self._transports:
                 self._exporters[transport.name] = transport.export(self.image, self)
@@ -209,9 +210,9 @@ class Seed(Holding):
             self.admit(token, begin, end)
             yield
 
-    def grant(self, most: int) -> int:
+    def grant(self, most: int, fork_id: str) -> int:
         """See `rfork.transport.base.Gate.grant`."""
-        granted = self._governor.grant(most)
+        granted = self._governor.grant(most, fork_id)
         with self._lock:
             self.given_bytes += granted
         return granted
@@ -227,14 +228,16 @@ class Seed(Holding):
         return self._leases.check(token, self.generation).fork_id
 
     def open_channel(
-        self, fork_id: str, layout_id: str, transports: list[str], reader: str
+        self, fork_id: str, layout_id: str, transports: list[str], address: str
     ) -> tuple[str, Endpoint]:
-        """Give the reader at this IP address a place, and an endpoint of the first transport both sides have."""
+        """Give the reader at this address a place, and an endpoint of the first transport both sides have."""
         if layout_id != self.image.layout.layout_id:
             raise LayoutMismatch(f"the source's layout is {self.image.layout.layout_id}, not {layout_id}")
         if self.draining:
             raise SourceBusy("the source is draining")
-        return self._channels.open(fork_id, transports, reader)
+        opened = self._channels.open(fork_id, transports, address)
+        self._tell()  # there is one more to share the rate with
+        return opened
 
     def has_channel(self, channel_id: str, fork_id: str) -> bool:
         """Whether this fork holds an open channel of this id."""
@@ -247,6 +250,19 @@ class Seed(Holding):
 
     def _rate_told(self) -> int | None:
         return self._pacing.share() if self._pacing is not None else None
+
+    def _part_granted(self) -> float:
+        """What part of the rate passes the governor: readers on one-sided transports have the rest.
+
+        Each that has a place has the same; those without (a lease alone reads over http) share in what is
+        granted, of which there is at least one reader's.
+        """
+        readers = len(self._leases.readers)
+        return max(1, readers - self._channels.readers_on(self._one_sided)) / max(1, readers)
+
+    def _end_readers(self) -> None:
+        if self._channels.end_all():
+            self._tell()
 
     # -- the planner ---------------------------------------------------------------------------------
 

@@ -66,8 +66,10 @@ class Gate(Protocol):
         """
         ...
 
-    def grant(self, most: int) -> int:
+    def grant(self, most: int, fork_id: str) -> int:
         """Block until the source's egress budget allows some of `most` bytes; returns how many.
+
+        Those who wait are served fork by fork, however many connections one fork has.
 
         Under a rate the answer is small, so that a reader hears something often enough not to take
         a source that is held back for one that has stalled.
@@ -86,8 +88,8 @@ class Exporter(Protocol):
         """Where and how to read it."""
         ...
 
-    def let_in(self, channel_id: str, host: str) -> None:
-        """A reader at IP address `host` was given a channel: it may read from now on.
+    def let_in(self, channel_id: str, address: str) -> None:
+        """A reader at this IP address was given a channel: it may read from now on.
 
         Where each read shows a token there is nothing to do. Raises SourceBusy.
         """

@@ -48,7 +48,7 @@ class Bucket:
             self._rate = rate
 
     def spend(self, nbytes: int) -> float:
-        """Spend `nbytes`: 0.0 says that they may go now. Else nothing is spent: seconds until to ask again."""
+        """Spend `nbytes`: 0.0, they may go now; else nothing is spent yet, seconds to wait."""
         with self._lock:
             self._fill()
             if self._rate is None:

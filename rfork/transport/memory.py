@@ -77,7 +77,7 @@ class MemoryExporter:
         """Its name in the network."""
         return Endpoint("memory", {"name": self._name})
 
-    def let_in(self, channel_id: str, host: str) -> None:
+    def let_in(self, channel_id: str, address: str) -> None:
         """Nothing to do: each read shows a token. See `Exporter.let_in`."""
 
     def let_out(self, channel_id: str) -> None:
@@ -93,9 +93,10 @@ class MemoryExporter:
         """Copy image range `[begin, end)` into `views`; raises what the gate does, and SourceGone."""
         if self.faults.refuses:
             raise LeaseRefused(f"{self._name} was told to refuse")
-        left = 0 if self.one_sided else end - begin
-        while left:
-            left -= self.gate.grant(left)
+        if not self.one_sided:
+            fork_id, left = self.gate.admit(token, begin, begin), end - begin
+            while left:
+                left -= self.gate.grant(left, fork_id)
         # A copy ends at once by itself: there is nothing to cut.
         with self.gate.reading(token, begin, end, lambda: None):
             self._give(begin, end, views)

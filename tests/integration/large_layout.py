@@ -23,9 +23,10 @@ from planner.policy import plan
 from rfork.control.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.fork.schedule import Schedule
 from rfork.image.board import ChunkBoard
-from rfork.image.layout import Layout, TensorSpec
+from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
+from rfork.image.specs import TensorSpec
 from rfork.peer.client import PeerClient
 from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings, TlsSettings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import logging
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -36,7 +37,7 @@ from rfork.image.chunks import MIB
 from rfork.image.safetensors_header import header
 from rfork.settings import Settings
 from rfork.transport.base import Endpoint
-from rfork.transport.http import HttpTransport
+from rfork.transport.http import HttpTransport, stream
 from rfork.transport.http.answer import ImageFile
 from rfork.transport.http.server import LOBBY, HttpExporter
 from rfork.transport.tls import client_context
@@ -323,6 +324,19 @@ def test_a_read_goes_on_after_a_dropped_connection() -> None:
     assert b"x" * 10 + b"y" * 990 == content(target)
 
 
+def test_a_connection_that_is_replaced_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """With whom, why, and how much was still to come."""
+    caplog.set_level(logging.INFO, logger="rfork.transport.http.client")
+    with server(CUT, partial(10, 999, b"y" * 990)) as endpoint:
+        reader = HttpTransport(Settings()).connect(endpoint, image_of((1000,)), lambda: "", soon())
+        reader.read(0, 1000, soon())
+        reader.close()
+        place = urlsplit(url_of(endpoint)).netloc
+    told = [record.getMessage().rpartition(" seconds=")[0] for record in caplog.records]
+    because = "closed with 990 bytes to come"
+    assert [f"connection replaced source={place} because={because} missing=990"] == told
+
+
 def test_a_file_that_changes_between_reads_is_noticed() -> None:
     """Without an etag in the endpoint, all answers must have that of the first."""
     first = partial(0, 499, b"x" * 500, 'ETag: "a"')
@@ -412,6 +426,52 @@ def test_a_client_that_does_not_read_is_cut() -> None:
                 thread.join(30)
         assert ["rfork-http-accept"] == [thread.name for thread in conversations()]
         assert len(received_from(stranger)) < sum(LARGE)
+
+
+def test_a_reader_that_stands_still_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """One that was let in; of a stranger nothing is said."""
+    caplog.set_level(logging.INFO, logger="rfork.transport.http.server")
+    for sent in (b"GET", request(**AUTHORIZATION)):
+        with pair(sizes=LARGE, stall_s=0.2) as made, connected_to(made.exporter.endpoint()) as reader:
+            reader.sendall(sent)
+            reader.recv(15)
+            for thread in conversations():
+                if thread.name == "rfork-http":
+                    thread.join(30)
+    told = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert ["connection given up"] == told
+
+
+def test_sending_goes_on_after_it_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No system call lasts longer than SEND_S; what could not be sent in one is sent in the next."""
+    full, sendmsg = threading.Semaphore(0), socket.socket.sendmsg
+
+    def noted(connected: socket.socket, views: Sequence[memoryview]) -> int:
+        try:
+            return sendmsg(connected, views)
+        except BlockingIOError:
+            full.release()
+            raise
+
+    monkeypatch.setattr(stream, "SEND_S", 0.01)
+    monkeypatch.setattr(socket.socket, "sendmsg", noted)
+    sent = bytes(range(256)) * (LARGE[0] // 256)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = socket.create_connection(listener.getsockname())
+        sending = stream.PlainStream(listener.accept()[0])
+
+    def send() -> None:
+        sending.send([sent], 30)
+        sending.close()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    for _ in range(3):
+        full.acquire(timeout=30)
+    received = received_from(here)
+    thread.join()
+    here.close()
+    assert sent == received
 
 
 @pytest.mark.parametrize("secure", [False, True], ids=["plain", "tls"])

@@ -6,8 +6,10 @@ import contextlib
 import json
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -16,10 +18,16 @@ import torch
 
 from rfork.control.client import PlannerClient
 from rfork.control.lease import LeaseClaims, decode_key, derive_key, sign
+from rfork.errors import SourceChanged
+from rfork.image.board import ChunkBoard
 from rfork.image.capture import image_of
 from rfork.image.chunks import MIB
+from rfork.image.manifest import Manifest
+from rfork.image.ranges import Range
+from rfork.peer.base import Progress
+from rfork.peer.client import PeerClient
 from rfork.seed.seed import Identity, Seed
-from rfork.settings import Settings
+from rfork.settings import Settings, TlsSettings
 from rfork.transport.http import HttpTransport
 from tests.conftest import StartRfork
 from tests.integration.weights_node import CHECKPOINT, CHUNKS, MODEL, Message, Node, sha256_of
@@ -29,6 +37,7 @@ SLOW = {"RFORK_EGRESS_RATE": str(2 << 20)}
 """A fork of all 12 MiB takes seconds: time to change what it reads."""
 ONE_READER = {"RFORK_MAX_READERS": "1"}
 """The second target has to read from the first."""
+Answer = Future[Manifest]
 OLD, NEW, LOADED = sha256_of(1), sha256_of(2), sha256_of(CHECKPOINT)
 
 
@@ -94,20 +103,30 @@ def follows(fleet: Fleet) -> str:
 
 @pytest.mark.parametrize("updates", [(2,), (2, 3)], ids=["once", "twice in a row"])
 def test_an_update_under_a_chain(fleet: Fleet, updates: tuple[int, ...]) -> None:
-    """Who read the old weights, from seed or relay, gets new ones or the loader's; nobody is to blame."""
+    """Who read the old weights, from seed or relay, starts over with the newest; nobody is to blame."""
     seed, *targets = fleet.chain()
     for version in updates:
         seed.ask("update", version)
     reports = [target.ask("report") for target in targets]
-    whole = {sha256_of(version) for version in updates} | {LOADED}
-    assert [] == [report for report in reports if report["sha256"] not in whole]
-    assert [True, True] == ["SourceChanged" in kinds(report) for report in reports]
+    newest = sha256_of(updates[-1])
+    assert [("forked", newest)] * 2 == [(report["outcome"], report["sha256"]) for report in reports]
+    assert [{"SourceChanged"}] * 2 == [set(kinds(report)) for report in reports]
+    assert [True, True] == ["started over" in str(report["reasons"]) for report in reports]
     assert {} == quarantined(fleet)
-    assert follows(fleet) in (sha256_of(updates[-1]), LOADED)
+    assert newest == follows(fleet)
+
+
+def test_a_seed_that_stays_fenced(fleet: Fleet) -> None:
+    """Who read the old weights waits for others as long as the setting says, and then loads."""
+    seed, *targets = fleet.chain()
+    seed.ask("fence")
+    reports = [target.ask("report") for target in targets]
+    assert [LOADED, LOADED] == [report["sha256"] for report in reports]
+    assert [True, True] == ["started over" in str(report["reasons"]) for report in reports]
 
 
 def test_an_update_under_a_reader_that_opens_its_channel(fleet: Fleet) -> None:
-    """A target that has a plan for the old weights, and no byte yet, gets new ones or the loader's."""
+    """A target that has a plan for the old weights, and no byte yet, gets the new ones."""
     seed, _ = fleet.seed(**SLOW)
     target = fleet.node()
     seed.signal(signal.SIGSTOP)
@@ -119,7 +138,7 @@ def test_an_update_under_a_reader_that_opens_its_channel(fleet: Fleet) -> None:
         seed.signal(signal.SIGCONT)
     assert {"acknowledged": True} == seed.answer()
     report = target.ask("report")
-    assert report["sha256"] in (NEW, LOADED)
+    assert ("forked", NEW) == (report["outcome"], report["sha256"])
     assert {} == quarantined(fleet)
 
 
@@ -161,15 +180,62 @@ def test_a_silent_write_to_a_relay(fleet: Fleet) -> None:
     assert {relayed["id"], seed.ask("id")["id"]} == set(cast(list[str], report["sources"]))
 
 
+def token_for(seed: Seed) -> str:
+    """A lease of the seed's weights as they are now."""
+    name, layout_id = seed.identity.instance_id, seed.image.layout.layout_id
+    key = derive_key(b"s" * 32, name)
+    seed.learn_keys([key])
+    claims = LeaseClaims("fork-1", name, layout_id, None, seed.generation, time.time() + 60)
+    return sign(claims, decode_key(key))
+
+
+@contextlib.contextmanager
+def asked_for_its_manifest(draft: str | None, patch: pytest.MonkeyPatch) -> Iterator[tuple[Seed, Answer]]:
+    """A relay that does not know its manifest, and what somebody gets who asks for it and waits by now."""
+    image, settings = image_of({"a": torch.ones(2 * MIB, dtype=torch.uint8)}), Settings(drain_s=0)
+    board = ChunkBoard(image.layout.chunks)
+    board.begin(draft)
+    board.mark(0, b"w" * 16)
+    waits = threading.Event()
+    with Seed(image, Identity(MODEL), settings, [HttpTransport(settings)], board=board) as relay:
+        token, news = token_for(relay), relay.news
+
+        def looked(told: tuple[Range, ...]) -> Progress:
+            found = news(told)
+            waits.set()
+            return found
+
+        patch.setattr(relay, "news", looked)
+        peer = PeerClient(relay.report().address, lambda: token, TlsSettings())
+        with contextlib.closing(peer), ThreadPoolExecutor() as pool:
+            answer = pool.submit(peer.full_manifest, time.monotonic() + 60)
+            waits.wait(60)
+            yield relay, answer
+
+
+def test_who_waits_for_a_manifest_hears_of_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asked for what the image held before: what it holds afterwards is no answer to that."""
+    with asked_for_its_manifest(None, monkeypatch) as (relay, answer):
+        with relay.updating():
+            pass
+        with pytest.raises(SourceChanged, match="the weights changed"):
+            answer.result()
+
+
+def test_who_waits_for_a_manifest_gets_it_from_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relay that drops wrong chunks of its draft as it learns its manifest tells that all the same."""
+    with asked_for_its_manifest("a" * 32, monkeypatch) as (relay, answer):
+        relay.drop([0])
+        relay.learn(relay.image.manifest())
+        assert (relay.manifest, 1) == (answer.result(), relay.generation)
+
+
 def test_after_a_fence_no_new_byte_goes_to_an_old_reader() -> None:
     """Who does not take its bytes is cut in mid-slice: what it still gets afterwards is all of the old."""
     image = image_of({"a": torch.zeros(64 * MIB, dtype=torch.uint8)})
     settings = Settings(drain_s=0)
     seed = Seed(image, Identity(MODEL), settings, [HttpTransport(settings)], manifest=image.manifest())
-    name, layout_id = seed.identity.instance_id, image.layout.layout_id
-    key = derive_key(b"s" * 32, name)
-    seed.learn_keys([key])
-    token = sign(LeaseClaims("fork-1", name, layout_id, None, 0, time.time() + 60), decode_key(key))
+    token, layout_id = token_for(seed), image.layout.layout_id
     with seed:
         _, endpoint = seed.open_channel(seed.check(token), layout_id, ["http"], "127.0.0.1")
         place = urlsplit(endpoint.parameters["url"])

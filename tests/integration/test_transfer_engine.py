@@ -19,14 +19,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from rfork.errors import SettingsError, SourceError, SourceGone, SourceStalled
-from rfork.image.layout import Layout, TensorSpec
+from rfork.errors import SettingsError, SourceError, SourceGone, SourceStalled, TargetError
+from rfork.image.layout import Layout
 from rfork.image.memory import Image, Segment
+from rfork.image.specs import TensorSpec
 from rfork.settings import Settings
 from rfork.transport.base import Endpoint
 from rfork.transport.transfer_engine import TransferEngineTransport
+from rfork.transport.transfer_engine.engine import Engine
 from rfork.transport.transfer_engine.library import library_state
+from rfork.transport.transfer_engine.packet_filter import PacketFilter
 from rfork.transport.transfer_engine.reader import TransferEngineReader
+from tests.integration.bad_peer_node import takes_connections
 
 STATE = library_state()
 pytestmark = [
@@ -52,7 +56,7 @@ class OpenGate:
     ) -> AbstractContextManager[None]:
         raise AssertionError("one-sided reads do not pass the gate")
 
-    def grant(self, most: int) -> int:
+    def grant(self, most: int, fork_id: str) -> int:
         raise AssertionError("one-sided reads do not pass the gate")
 
     def etag(self) -> str:
@@ -223,6 +227,29 @@ def test_a_stopped_seed_stalls_and_lands_nothing_later(start_seed: StartSeed) ->
     assert (type(error), torch.equal(tensors[0], before)) == (SourceStalled, True)
 
 
+def test_what_fails_here_is_not_the_source_s_fault(
+    start_seed: StartSeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handshake that ends in anything but an answer is this side's failure, and its engine is closed."""
+    closed: list[Engine] = []
+    close = Engine.close
+
+    def noted(engine: Engine) -> None:
+        closed.append(engine)
+        close(engine)
+
+    def failing(engine: Engine, session: str, local: int, remote: int, length: int) -> int:
+        raise MemoryError("no memory for a read")
+
+    monkeypatch.setattr(Engine, "close", noted)
+    monkeypatch.setattr(Engine, "start_read", failing)
+    seed = start_seed([4096])
+    image, _ = empty_target([4096])
+    with pytest.raises(TargetError, match="no memory for a read"):
+        connect(seed.endpoint, image)
+    assert 1 == len(closed)
+
+
 def test_a_closed_reader_reads_no_more(start_seed: StartSeed) -> None:
     """After close, which may be called twice, reads raise SourceGone."""
     seed = start_seed([4096])
@@ -339,6 +366,20 @@ def test_a_closed_exporter_gives_nothing() -> None:
         reader.read(0, 1 << 16, time.monotonic() + 10)
     reader.close()
     assert int(tensors[0].sum()) == 0
+
+
+def test_every_listener_on_a_port_is_filtered() -> None:
+    """Sockets of both families, or on several addresses, may share it."""
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = first.getsockname()[1]
+        stack.enter_context(socket.create_server(("127.0.0.2", port)))
+        ports = PacketFilter()
+        stack.callback(ports.close)
+        before = [takes_connections(address, port, 0.3) for address in ("127.0.0.1", "127.0.0.2")]
+        ports.add(port)
+        after = [takes_connections(address, port, 0.3) for address in ("127.0.0.1", "127.0.0.2")]
+    assert ([True, True], [False, False]) == (before, after)
 
 
 def test_tcp_is_refused_unless_allowed() -> None:

@@ -84,6 +84,11 @@ class Instance:
                 with self._seed.updating():
                     fill(self._module, number)
                 return {"acknowledged": self._seed.wait_acknowledged(ANSWER_S)}
+            case "fence":
+                if self._seed is None:
+                    raise ValueError("only a seed is fenced")
+                self._seed.fence()
+                return {}
             case "write":
                 with capture(self._module).writable(number * MIB, number * MIB + 1) as (view,):
                     view[0] ^= 0xFF

@@ -17,12 +17,13 @@ ROOT = Path(__file__).parents[2]
 GENERATED = ROOT / "rfork" / "peer" / "v1"
 
 # Which rooms of `rfork` each room may import from. Every arrow points down this list.
-FOUNDATION = {"errors", "settings", "fields", "wire", "logs"}
+FOUNDATION = {"errors", "settings", "fields", "wire", "logs", "niceness"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "fields": set(),
     "wire": {"fields"},
     "logs": set(),
+    "niceness": {"logs"},
     "settings": {"errors", "fields"},
     "image": FOUNDATION,
     "transport": FOUNDATION | {"image"},

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import ssl
 import threading
+import time
 from collections.abc import Mapping
 
 from rfork.errors import SourceChanged, SourceCorrupt, SourceGone
 from rfork.image.memory import Image
+from rfork.logs import logger
 from rfork.transport.base import TokenSource
 from rfork.transport.http import fields as http_fields
 from rfork.transport.http.exchange import Patience, Place, ask, dial, fill, refused
 from rfork.transport.http.heads import keeps_alive
 from rfork.transport.http.stream import Cursor, Stream
+
+log = logger(__name__)
 
 REQUEST_BYTES = 32 << 20
 """Most bytes asked for at once. Each request shows the newest token, and the source looks at it again
@@ -88,11 +92,20 @@ class HttpReader:
         A connection that drops is replaced once, and the rest asked for on the new one: servers close
         idle connections, and a source that cut a reader off says why when it is asked again.
         """
+        began = time.monotonic()
         try:
             self._exchange(self._take() or self._connect(deadline), cursor, begin, until, deadline)
             return
         except OSError as error:
             first = error
+        if not self._closed:
+            log.info(
+                "connection replaced",
+                source=str(self._place),
+                because=str(first),
+                missing=until - cursor.done,
+                seconds=round(time.monotonic() - began, 1),
+            )
         stream = self._connect(deadline)
         try:
             self._exchange(stream, cursor, begin, until, deadline)

@@ -79,9 +79,9 @@ class Conversation:
             self.stream.send([head, body], self._stall_s)
             return
         file, data = self._file, len(self._file.header)
-        begin = decided.begin
+        begin, fork_id = decided.begin, decided.fork_id or ""
         while begin < decided.end:
-            end = begin + file.gate.grant(min(decided.end - begin, SLICE_BYTES))
+            end = begin + file.gate.grant(min(decided.end - begin, SLICE_BYTES), fork_id)
             # Asked again for each slice: leases end and weights change while a body is under way.
             with (
                 file.reading(token, begin, end, self.stream.cut),

@@ -16,11 +16,11 @@ import ssl
 import threading
 
 from rfork.errors import LeaseRefused, PortInUse, SettingsError, SourceBusy, SourceChanged
+from rfork.niceness import stand_back
 from rfork.transport.base import Endpoint
 from rfork.transport.http.answer import PATH, ImageFile
 from rfork.transport.http.conversation import Conversation
 from rfork.transport.http.stream import PlainStream, Stream, TlsStream
-from rfork.transport.niceness import stand_back
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class HttpExporter:
         parameters = {"url": self._url, "data_offset": str(len(self._file.header)), "etag": self._file.etag}
         return Endpoint("http", parameters)
 
-    def let_in(self, channel_id: str, host: str) -> None:
+    def let_in(self, channel_id: str, address: str) -> None:
         """Nothing to do: each read shows a token. See `Exporter.let_in`."""
 
     def let_out(self, channel_id: str) -> None:
@@ -148,6 +148,10 @@ class HttpExporter:
         try:
             stand_back(self._nice)
             conversation.run()
+        except TimeoutError as error:
+            # Silent strangers are no news; who was let in and stands still is.
+            known = conversation in self._places
+            log.log(logging.INFO if known else logging.DEBUG, "connection given up: %s", error)
         except OSError as error:
             log.debug("connection ended: %s", error)
         except (LeaseRefused, SourceBusy, SourceChanged) as error:

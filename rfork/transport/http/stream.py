@@ -24,6 +24,8 @@ Bytes = bytes | memoryview
 
 MOST_VIEWS = 1024
 """IOV_MAX on Linux: most views in one sendmsg or recvmsg."""
+SEND_S = 1.0
+"""Most seconds of one system call that sends: no more is lost where the kernel fails to wake it."""
 TLS_PIECE = 256 << 10
 """Bytes handed to one TLS write: enough to amortise the call, small enough to stay in the cache."""
 
@@ -161,11 +163,14 @@ class PlainStream(_SocketStream):
         cursor = Cursor(views)
         until = time.monotonic() + timeout
         while cursor.left:
-            self._limit(socket.SO_SNDTIMEO, until - time.monotonic())
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"the other side does not read: {cursor.left} bytes to send")
+            self._limit(socket.SO_SNDTIMEO, min(left_s, SEND_S))
             try:
                 cursor.advance(self._socket.sendmsg(cursor.window(cursor.left)))
             except BlockingIOError:
-                raise TimeoutError("the other side does not read") from None
+                continue
 
     def _limit(self, option: int, seconds: float) -> None:
         if seconds <= 0:

@@ -18,9 +18,9 @@ from typing import Literal
 
 import torch
 
-from rfork.errors import RforkError, SettingsError, SourceGone, SourceStalled
-from rfork.transport.transfer_engine.guard import Guard
+from rfork.errors import RforkError, SettingsError, SourceGone, SourceStalled, TargetError
 from rfork.transport.transfer_engine.library import NativeEngine, new_engine
+from rfork.transport.transfer_engine.packet_filter import PacketFilter
 
 Protocol = Literal["rdma", "tcp"]
 
@@ -44,7 +44,7 @@ class Engine:
     """A running engine. Raises SettingsError when `protocol` cannot start here. Not usable after fork().
 
     `host` is the address that peers use; the engine listens on every interface whatever it says. Only
-    hosts that its `guard` lets in reach it. Between the engine's own start and the guard's, about a
+    hosts that its `packet_filter` lets in reach it. Between the engine's own start and the filter's, about a
     millisecond, everybody does: there is no memory to be read or written then, but a malformed message
     that arrives in it ends the process.
     """
@@ -60,27 +60,27 @@ class Engine:
             )
         port = self._native.get_rpc_port()
         self.session = f"{host}:{port}"
-        self.guard = Guard()
+        self.packet_filter = PacketFilter()
         try:
-            self._stand_guard(port)
+            self._shut(port)
         except RforkError:
             self.close()
             raise
 
-    def _stand_guard(self, port: int) -> None:
+    def _shut(self, port: int) -> None:
         """Shut both ports, but for the one visit that tells which the other is.
 
         Taking an engine down waits for its thread in accept() *while it holds the interpreter lock*, a
         second in which a serving process would stand still: so that is made to wake more often. The
         accept() under way keeps the time limit it began with, unless somebody comes: this visit.
         """
-        self.guard.let_in("self", _SELF)
-        self.guard.add(port, _ACCEPT_S)
+        self.packet_filter.let_in("self", _SELF)
+        self.packet_filter.add(port, _ACCEPT_S)
         if self.protocol == "tcp":
-            self.guard.add(_data_port(port))
+            self.packet_filter.add(_data_port(port))
         else:
             probe(f"{_SELF}:{port}", time.monotonic() + _START_S)
-        self.guard.let_out("self")
+        self.packet_filter.let_out("self")
 
     def register(self, areas: Sequence[tuple[int, int]]) -> None:
         """Make (address, length) areas readable and writable for peers. Raises SettingsError."""
@@ -120,7 +120,7 @@ class Engine:
         The caller sees to it that no other thread is inside a call. Safe to call twice.
         """
         native, self._native = self._native, None
-        self.guard.close()
+        self.packet_filter.close()
         if native is not None and self._registered:
             # It goes away with the engine if this fails.
             native.batch_unregister_memory(self._registered)
@@ -139,7 +139,8 @@ def connect_engine(
 ) -> Engine:
     """Target side: an engine that did its handshake with `session`, shown by reading the byte at `remote`.
 
-    Raises SourceGone or SourceStalled by `deadline` (`time.monotonic()`). A handshake cannot be
+    Raises SourceGone or SourceStalled by `deadline` (`time.monotonic()`), or TargetError for what fails
+    on this side. A handshake cannot be
     broken off, so one that hangs is left to a thread of its own, which takes its engine down later.
     """
     probe(session, deadline)
@@ -163,14 +164,19 @@ def connect_engine(
             result: TransferState | RforkError = state
         except RforkError as error:
             result = error
+        except Exception as error:  # out of memory, or a bug: the source is not to blame for it
+            result = TargetError(f"{type(error).__name__} before the first read of {session}: {error}")
         with decided:
             outcome.append(result)
             decided.notify()
             if abandoned:
                 engine.close()
-        return
 
-    threading.Thread(target=handshake, name="rfork-handshake", daemon=True).start()
+    try:
+        threading.Thread(target=handshake, name="rfork-handshake", daemon=True).start()
+    except RuntimeError as error:
+        engine.close()
+        raise TargetError(f"no thread for the transfer_engine handshake: {error}") from error
     with decided:
         if not decided.wait_for(lambda: outcome, max(deadline - time.monotonic(), 0)):
             abandoned = True
@@ -191,7 +197,7 @@ def _let_source_in(engine: Engine, session: str) -> None:
     except OSError as error:
         raise SourceGone(f"{session} is not reachable: {error}") from error
     for address in {str(address[0]) for *_, address in found}:
-        engine.guard.let_in(f"source at {address}", address)
+        engine.packet_filter.let_in(f"source at {address}", address)
 
 
 def probe(session: str, deadline: float, patience_s: float = 2.0) -> None:

@@ -68,13 +68,13 @@ class TransferEngineExporter:
         """The session, and the address of every byte of the image."""
         return self._endpoint
 
-    def let_in(self, channel_id: str, host: str) -> None:
+    def let_in(self, channel_id: str, address: str) -> None:
         """Let the reader's host reach the engine; see `Exporter.let_in`. Raises SourceBusy."""
-        self._engine.guard.let_in(channel_id, host)
+        self._engine.packet_filter.let_in(channel_id, address)
 
     def let_out(self, channel_id: str) -> None:
         """Shut it out and cut it off, unless it has another channel; see `Exporter.let_out`."""
-        self._engine.guard.let_out(channel_id)
+        self._engine.packet_filter.let_out(channel_id)
 
     def close(self) -> None:
         """Unregister the memory and take the engine down, reads under way included. Safe to call twice."""

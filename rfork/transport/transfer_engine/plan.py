@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rfork.errors import SourceCorrupt
+from rfork.image.chunks import MIB
 from rfork.image.memory import Segment
 
-MIB = 1 << 20
 REQUEST_BYTES = 16 * MIB
 """Most bytes of one read: 16 to 64 MiB are equally fast, and a small one ends sooner when it must."""
 

@@ -13,9 +13,9 @@ import time
 
 from rfork.errors import MissingExtra, SettingsError, SourceGone
 from rfork.image.memory import Image
+from rfork.niceness import made_standing_back
 from rfork.settings import Settings
 from rfork.transport.base import Availability, Endpoint, Gate, TokenSource
-from rfork.transport.niceness import made_standing_back
 from rfork.transport.transfer_engine.engine import Engine, Protocol, connect_engine
 from rfork.transport.transfer_engine.exporter import TransferEngineExporter
 from rfork.transport.transfer_engine.library import library_state, rdma_devices

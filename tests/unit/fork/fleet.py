@@ -244,6 +244,9 @@ class Relay:
         self.dropped.append(tuple(chunks))
         self._board.drop(chunks)
 
+    def fence(self) -> None:
+        self._board.clear()
+
     def say_reading(self, read_at: Callable[[], float] | None, *, relayed: bool = False) -> None:
         if (read_at is not None) != (self.reading or [False])[-1]:
             self.reading.append(read_at is not None)

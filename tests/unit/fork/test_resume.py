@@ -21,6 +21,7 @@ from rfork.fork.session import ForkSession
 from rfork.image.board import ChunkBoard
 from rfork.image.capture import capture
 from rfork.image.chunks import MIB
+from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
@@ -314,6 +315,136 @@ def test_a_relay_gives_what_was_here(fleet: Fleet, tmp_path: Path) -> None:
     assert (source.manifest().digests, [1, 2, 3, 4, 5, 6]) == (held.manifest().digests, seen)
 
 
+def claimed_by(folder: Path, target: Target) -> tuple[Spool, Resume]:
+    """The spool in this folder, and what takes from it for a target's pull; not started."""
+    spool = claim(folder, name_of(IDENTITY), target.image.layout)
+    return spool, resume(target, spool)
+
+
+def test_a_second_source_of_the_same_weights_is_no_news(fleet: Fleet, tmp_path: Path) -> None:
+    """What was left to the sources, as the disk is slow, is not claimed again."""
+    source = image(1)
+    left(tmp_path, source, [1, 2, 3, 4, 5])
+    target = Target(fleet, Script([plan]))
+    spool, taken = claimed_by(tmp_path, target)
+    puller = target.puller
+    opening, feeds = puller._sources._opening, puller._sources._feeds
+    for name in ("a", "b"):
+        feeds[name] = opening.peer(route(fleet.source(name, image(1)), ALL), puller._intake)
+    puller._intake.on_manifest(feeds["a"], source.manifest())
+    with puller._changed:
+        taken._loaded = MIB
+        taken.look(taken._known_at + 4, 2 * MIB)
+    before = puller._schedule.claimed
+    puller._intake.on_manifest(feeds["b"], source.manifest())
+    spool.close()
+    assert ([1, 2], [1, 2], 1) == (before, puller._schedule.claimed, taken._loaded // MIB)
+
+
+def test_a_manifest_that_changes_while_a_chunk_is_filled(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk is of the weights before, so it is not taken; those that are the same still are."""
+    before, after = image(1), image(1)
+    with after.writable(0, 1) as (view,):
+        view[0] ^= 0xFF
+    left(tmp_path, before, [0, 1])
+    target = Target(fleet, Script([plan]))
+    spool, taken = claimed_by(tmp_path, target)
+    puller, read = target.puller, Spool.read
+
+    def know(manifest: Manifest) -> None:
+        with puller._changed:
+            puller._digests.learn(manifest)
+            taken.know(manifest)
+
+    def reading(spool: Spool, at: int, into: memoryview) -> bool:
+        if at == 0:
+            know(after.manifest())
+        return read(spool, at, into)
+
+    monkeypatch.setattr(Spool, "read", reading)
+    know(before.manifest())
+    taken.start()
+    with puller._changed:
+        puller._changed.wait_for(lambda: not puller._schedule.claimed and not puller._schedule.in_flight, 1)
+        left_over = (puller._schedule.claimed, puller._schedule.in_flight)
+    taken.stop()
+    records = spool.records
+    spool.close()
+    assert (([], 0), ((1, 2),), [1]) == (left_over, target.board.verified, sorted(records))
+
+
+def test_a_thread_that_fails_gives_its_chunk_up(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is: the sources give all that was claimed."""
+    source, module = Model(1), Model()
+    left(tmp_path, capture(source), [0, 1])
+    _, planner = from_seed(fleet, source)
+    mark = ChunkBoard.mark
+
+    def failing(board: ChunkBoard, index: int, digest: bytes | None = None) -> None:
+        if threading.current_thread().name == "rfork-resume":
+            raise KeyError(index)
+        mark(board, index, digest)
+
+    monkeypatch.setattr(ChunkBoard, "mark", failing)
+    report = forked(fleet, module, planner, with_folder(tmp_path))
+    assert (source.bytes, 0, CHUNKS * MIB) == (module.bytes, report.resumed_bytes, report.bytes_read)
+
+
+def test_a_spool_that_closed_when_all_was_over_is_no_news(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A read that comes back after the fork finds the file closed: nobody is warned of it."""
+    source = image(1)
+    left(tmp_path, source, [0])
+    target = Target(fleet, Script([plan]))
+    spool, taken = claimed_by(tmp_path, target)
+    read, reading, go_on = Spool.read, threading.Event(), threading.Event()
+
+    def late(spool: Spool, at: int, into: memoryview) -> bool:
+        reading.set()
+        go_on.wait(NEVER_S)
+        return read(spool, at, into)
+
+    monkeypatch.setattr(Spool, "read", late)
+    with target.puller._changed:
+        target.puller._digests.learn(source.manifest())
+        taken.know(source.manifest())
+    taken.start()
+    reading.wait(NEVER_S)
+    with target.puller._changed:
+        taken._give_up()
+    spool.close()
+    go_on.set()
+    taken._thread.join()
+    assert [] == [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_keeper_that_cannot_start_leaves_no_seed(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fork fails, the planner hears of it, and the giving side is closed."""
+    closed: list[str] = []
+    close = Seed.close
+
+    def noted(seed: Seed) -> None:
+        closed.append(seed.identity.instance_id)
+        close(seed)
+
+    def refuse(keeper: Keeper) -> Keeper:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Seed, "close", noted)
+    monkeypatch.setattr(Keeper, "start", refuse)
+    planner = planning(plan)
+    with pytest.raises(RuntimeError, match="new thread"):
+        forked(fleet, Model(), planner, with_folder(tmp_path))
+    assert (["target"], ["failed"]) == (closed, [finish.outcome for _, finish in planner.finishes])
+
+
 def resume(target: Target, spool: Spool) -> Resume:
     """Have a target's pull take from this spool."""
     puller = target.puller
@@ -507,6 +638,25 @@ def test_a_disk_that_takes_no_more(
     tried.wait(NEVER_S)
     keeper.close(remove=False)
     assert ([0] if stays else [], 1) == (kept(tmp_path, held), len(lines(caplog)))
+
+
+def test_a_writer_that_cannot_be_started_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is kept, one line says so, and the spool is let go of when the fork is over."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "rfork-keep":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    held = image(1)
+    keeper = Keeper(tmp_path, IDENTITY, held, ChunkBoard.full(held.layout.chunks)).start()
+    assert keeper.spool is not None
+    keeper.close(remove=False)
+    assert (["nothing is kept for a resume"], []) == (lines(caplog), kept(tmp_path, held))
 
 
 def test_a_folder_without_room_is_left_alone(

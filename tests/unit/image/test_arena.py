@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from rfork.errors import UnsupportedTensor
 from rfork.image.arena import allocate, tensors_of
 from rfork.image.capture import capture, image_of
-from rfork.image.layout import Layout, TensorSpec
+from rfork.image.layout import Layout
+from rfork.image.specs import TensorSpec
 from tests.unit.image.modules import Recipe, build, element_bytes, recipes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")

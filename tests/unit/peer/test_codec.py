@@ -18,9 +18,10 @@ from rfork.errors import (
     SourceStalled,
 )
 from rfork.image.chunks import MIB
-from rfork.image.layout import Layout, TensorSpec
+from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Segment
+from rfork.image.specs import TensorSpec
 from rfork.peer import codec
 from rfork.peer.base import Progress, Reading
 from rfork.peer.v1 import peer_pb2

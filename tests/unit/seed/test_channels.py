@@ -18,22 +18,30 @@ CLAIMS = LeaseClaims("fork-1", "seed-1", "0" * 32, None, 0, 1030.0)
 
 
 class Door:
-    """An exporter that notes who is in; `full`: it lets nobody in."""
+    """An exporter that notes who is in; `full`: it lets nobody in; nobody gets out until it `opens`."""
 
     def __init__(self) -> None:
         self.inside: dict[str, str] = {}
         self.full = False
+        self.opens = threading.Event()
+        self.opens.set()
+        self.left = threading.Event()
+        self.breaks_for: str | None = None
 
     def endpoint(self) -> Endpoint:
         return Endpoint("door", {})
 
-    def let_in(self, channel_id: str, host: str) -> None:
+    def let_in(self, channel_id: str, address: str) -> None:
         if self.full:
             raise SourceBusy("full")
-        self.inside[channel_id] = host
+        self.inside[channel_id] = address
 
     def let_out(self, channel_id: str) -> None:
+        assert self.opens.wait(60)
+        if channel_id == self.breaks_for:
+            raise ValueError("a bug")
         self.inside.pop(channel_id, None)
+        self.left.set()
 
     def close(self) -> None:
         return
@@ -48,9 +56,9 @@ class Scene:
         self.leases.learn_keys([KEY])
         self.channels = Channels(self.leases, {"door": self.door}, self.swept.set)
 
-    def open(self, fork_id: str = "fork-1", host: str = "10.0.0.1") -> str:
+    def open(self, fork_id: str = "fork-1", address: str = "10.0.0.1") -> str:
         self.leases.check(sign(replace(CLAIMS, fork_id=fork_id), KEY), 0)
-        return self.channels.open(fork_id, ["carrier pigeon", "door"], host)[0]
+        return self.channels.open(fork_id, ["carrier pigeon", "door"], address)[0]
 
 
 def test_a_reader_is_in_from_open_to_close() -> None:
@@ -58,9 +66,78 @@ def test_a_reader_is_in_from_open_to_close() -> None:
     scene = Scene()
     channel = scene.open()
     inside = dict(scene.door.inside)
+    scene.channels.start()
     scene.channels.close(channel)
     scene.channels.close(channel)
+    scene.door.left.wait(60)
+    scene.channels.stop()
     assert ({channel: "10.0.0.1"}, {}, ()) == (inside, scene.door.inside, scene.leases.readers)
+
+
+def test_whoever_closes_a_channel_does_not_wait_for_the_way_in() -> None:
+    """The place is free at once; to cut the reader off takes longer than an event loop may wait."""
+    scene = Scene()
+    scene.door.opens.clear()
+    scene.channels.start()
+    channel = scene.open()
+    scene.channels.close(channel)
+    readers, inside = scene.leases.readers, dict(scene.door.inside)
+    scene.door.opens.set()
+    scene.door.left.wait(60)
+    scene.channels.stop()
+    assert ((), {channel: "10.0.0.1"}, {}) == (readers, inside, scene.door.inside)
+
+
+def test_all_are_out_at_once() -> None:
+    """Once it returns no channel is left, and no way in."""
+    scene = Scene()
+    scene.open()
+    scene.open("fork-2", "10.0.0.2")
+    ended = [scene.channels.end_all(), scene.channels.end_all()]
+    assert ([True, False], {}, ()) == (ended, scene.door.inside, scene.leases.readers)
+
+
+def test_one_that_cannot_be_cut_off_holds_up_no_other() -> None:
+    """Whatever goes wrong there, the next one is let out."""
+    scene = Scene()
+    scene.door.breaks_for = scene.open()
+    scene.open("fork-2", "10.0.0.2")
+    scene.channels.start()
+    scene.now = 1030.0
+    left = scene.door.left.wait(60)
+    scene.channels.stop()
+    assert (True, [scene.door.breaks_for]) == (left, list(scene.door.inside))
+
+
+def test_sweeping_goes_on_whatever_happens() -> None:
+    """Whoever is told raises: leases that end later end their channels all the same."""
+    scene = Scene()
+    told, again = threading.Event(), threading.Event()
+
+    def ended() -> None:
+        (again if told.is_set() else told).set()
+        raise ValueError("a bug")
+
+    channels = Channels(scene.leases, {"door": scene.door}, ended)
+    scene.channels = channels
+    scene.open()
+    channels.start()
+    scene.now = 1030.0
+    first = told.wait(60)
+    scene.leases.check(sign(replace(CLAIMS, fork_id="fork-2", expires_at=1060.0), KEY), 0)
+    channels.open("fork-2", ["door"], "10.0.0.2")
+    scene.now = 1060.0
+    second = again.wait(60)
+    channels.stop()
+    assert (True, True, {}) == (first, second, scene.door.inside)
+
+
+def test_readers_are_counted_by_transport() -> None:
+    """Forks, not channels."""
+    scene = Scene()
+    for fork_id in ("fork-1", "fork-1", "fork-2"):
+        scene.open(fork_id)
+    assert (2, 0) == (scene.channels.readers_on({"door"}), scene.channels.readers_on({"carrier pigeon"}))
 
 
 def test_an_expired_reader_is_let_out_though_nobody_asks() -> None:

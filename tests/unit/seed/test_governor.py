@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -32,7 +33,7 @@ def serving(clock: Clock, floor: int = 1000) -> LatencyGuard:
 )
 def test_a_grant_under_a_rate_is_small(rate: int | None, most: int, expected: int) -> None:
     """A fiftieth of a second's worth at most, so that what serves beside it soon has the core again."""
-    assert expected == Governor(rate, clock=Clock()).grant(most)
+    assert expected == Governor(rate, clock=Clock()).grant(most, "fork-1")
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,10 @@ def test_the_lower_rate_holds(cap: int | None, expected: int) -> None:
     """The fixed cap, or what the latency of an instance that serves allows."""
     clock = Clock()
     governor = Governor(cap, serving(clock), clock=clock)
-    assert (expected, int(expected * SLICE_S)) == (governor.rate(giving=True), governor.grant(1 << 40))
+    assert (expected, int(expected * SLICE_S)) == (
+        governor.rate(giving=True),
+        governor.grant(1 << 40, "fork-1"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,8 +68,8 @@ def test_a_grant_that_waits_hears_of_a_raised_rate() -> None:
     clock = Clock()
     guard = serving(clock, floor=1)
     governor = Governor(1, guard, clock=clock)
-    governor.grant(1 << 20)
-    waiter = threading.Thread(target=governor.grant, args=(1,))
+    governor.grant(1 << 20, "fork-1")
+    waiter = threading.Thread(target=governor.grant, args=(1, "fork-1"))
     waiter.start()
     clock.now += 1 << 20
     waiter.join(30)
@@ -81,7 +85,7 @@ def test_every_reader_gets_its_turn() -> None:
 
     def take(name: str) -> None:
         while left[name]:
-            left[name] -= governor.grant(left[name])
+            left[name] -= governor.grant(left[name], "fork-1")
         if not first_done.is_set():
             first_done.set()
             at_first.update(left)
@@ -94,11 +98,62 @@ def test_every_reader_gets_its_turn() -> None:
     assert (0, True) == (sum(left.values()), all(rest < 1 << 20 for rest in at_first.values()))
 
 
+class Turns(Governor):
+    """A governor that notes who had its turn, and lets the test in before each has ended."""
+
+    def __init__(self, during: Callable[[int], None]) -> None:
+        super().__init__(8 << 20)
+        self.served: list[str] = []
+        self._during = during
+
+    def take(self, fork_id: str) -> None:
+        with self._turn(fork_id):
+            self.served.append(fork_id)
+            self._during(len(self.served))
+
+    def waiting(self) -> int:
+        with self._lock:
+            return sum(len(line) for line in self._lines.values())
+
+
+def test_forks_have_turns_however_many_connections_they_have() -> None:
+    """One that asks again while another fork has its turn is next, not behind that fork's whole line."""
+    threads: list[threading.Thread] = []
+
+    def ask(fork_id: str) -> None:
+        before = governor.waiting()
+        threads.append(threading.Thread(target=governor.take, args=(fork_id,)))
+        threads[-1].start()
+        while governor.waiting() == before:
+            threading.Event().wait(0.001)
+
+    def during(turn: int) -> None:
+        if turn == 1:
+            for fork_id in ("many", "many", "many", "many", "one", "another"):
+                ask(fork_id)
+        elif turn in (2, 5):
+            ask("one")
+
+    governor = Turns(during)
+    governor.take("many")
+    for thread in threads:
+        thread.join(30)
+    expected = ["many", "one", "another", "many", "one", "many", "one", "many", "many"]
+    assert (expected, 0) == (governor.served, governor.waiting())
+
+
+@pytest.mark.parametrize(("part", "expected"), [(1.0, 2_000_000), (0.25, 500_000)])
+def test_what_others_take_by_themselves_is_not_granted(part: float, expected: int) -> None:
+    """The rate holds for all together: beside readers that ask for nothing, less is granted."""
+    assert expected == Governor(100_000_000, part=lambda: part, clock=Clock()).grant(1 << 40, "fork-1")
+
+
 def test_closing_wakes_who_waits() -> None:
     """Those in line behind a deep debt are let go when the instance closes."""
     governor = Governor(1)
-    governor.grant(1 << 20)
-    waiters = [threading.Thread(target=governor.grant, args=(1,)) for _ in range(3)]
+    governor.grant(1 << 20, "fork-1")
+    forks = ("fork-1", "fork-1", "fork-2")
+    waiters = [threading.Thread(target=governor.grant, args=(1, fork)) for fork in forks]
     for waiter in waiters:
         waiter.start()
     governor.close()

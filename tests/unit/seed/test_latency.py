@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import threading
@@ -17,6 +18,7 @@ from rfork.seed.latency import (
     FIRST_RATE,
     FIRST_REST_S,
     IDLE_S,
+    KEPT_UNITS,
     LEAST_GAIN,
     MOST_GAIN,
     MOST_RATE,
@@ -80,7 +82,16 @@ def test_setpoint_zero_turns_it_off() -> None:
         ([0.3] * 5, FLOOR),
         ([0.0], FIRST_RATE * math.exp(MOST_GAIN * 1.05)),
     ],
-    ids=["in time", "late", "two late", "evened out", "at the setpoint", "at the worst", "far too late", "none"],
+    ids=[
+        "in time",
+        "late",
+        "two late",
+        "evened out",
+        "at the setpoint",
+        "at the worst",
+        "far too late",
+        "none",
+    ],
 )
 def test_each_unit_moves_the_rate(units: list[float], expected: float) -> None:
     """Late ones down and others up, by how far they are from the setpoint; never below the floor."""
@@ -98,9 +109,9 @@ def test_the_more_units_differ_the_less_one_counts(units: list[float], expected:
     """The gain is NOISE over their variance (in means), within bounds."""
     baseline = Baseline()
     for index, seconds in enumerate(units):
-        baseline.add(float(index), seconds)
+        baseline.add(float(index), seconds, resting=False)
     baseline.measure(0.0)
-    assert (pytest.approx(0.01), pytest.approx(expected)) == (baseline.mean, baseline.gain)
+    assert pytest.approx([0.01, expected]) == [baseline.mean, baseline.gain]
 
 
 @pytest.mark.parametrize("side_by_side", [1, 2, 8])
@@ -135,7 +146,7 @@ def test_who_gives_for_long_rests_a_tenth_of_the_time() -> None:
     """In a rest only the floor is given: what a unit takes then is the baseline."""
     clock = Clock()
     guard = guard_of(clock)
-    rates = serve(guard, clock, [UNIT_S] * 2000, giving=True)
+    rates = serve(guard, clock, [UNIT_S] * 10_000, giving=True)
     resting = sum(rate == FLOOR for rate in rates) / len(rates)
     assert pytest.approx(REST_SHARE, rel=0.1) == resting
 
@@ -186,18 +197,42 @@ def test_a_unit_that_is_late_already_is_not_waited_for() -> None:
             clock.now += WORST * UNIT_S * 0.51
             rates.append(guard.rate(giving=True))
     rates.append(guard.rate(giving=True))
-    lowered = FIRST_RATE // 2, rates[3]
-    assert [FIRST_RATE, FIRST_RATE, *lowered, rates[3]] == rates
-    assert rates[3] < FIRST_RATE // 2
+    halved, lowered = FIRST_RATE // 2, rates[3] or 0
+    assert [FIRST_RATE, FIRST_RATE, halved, lowered, lowered] == rates
+    assert lowered < halved
+
+
+def test_a_unit_that_hangs_does_not_speak_for_the_others() -> None:
+    """However often the rate is asked for: those that end in time raise it as they would without that one."""
+    rates = []
+    for hangs in (False, True):
+        clock = Clock()
+        guard = guard_of(clock)
+        guard.rate(giving=True)
+        with contextlib.ExitStack() as hanging:
+            if hangs:
+                hanging.enter_context(guard.serving())
+            for _ in range(800):
+                for _ in range(10):
+                    clock.now += UNIT_S / 10
+                    rate = guard.rate(giving=True)
+                guard.observe(UNIT_S)
+        rates.append(rate or 0)
+    assert (True, True) == (rates[0] > FIRST_RATE, rates[1] > rates[0] / 2)
 
 
 def test_a_unit_that_failed_counts_for_nothing() -> None:
     """What raises after a minute says nothing of what a unit takes."""
     clock = Clock()
     guard = guard_of(clock)
-    with pytest.raises(ValueError, match="failed"), guard.serving():
-        clock.now += 60
-        raise ValueError("failed")
+
+    def fail() -> None:
+        with guard.serving():
+            clock.now += 60
+            raise ValueError("failed")
+
+    with pytest.raises(ValueError, match="failed"):
+        fail()
     serve(guard, clock, [UNIT_S])
     assert FIRST_RATE == guard.rate(giving=True)
 
@@ -370,3 +405,16 @@ def test_nobody_ever_starves(base: float, full: float, jitter: float, seed: int,
     engine.run(max(1.0, 30 * base), reads=True, serves=False)
     _, idle = engine.run(1, reads=True, serves=False)
     assert (True, 2_500_000_000) == (busy >= FLOOR * 0.999, round(idle))
+
+
+@pytest.mark.parametrize(("rested", "expected"), [(KEPT_UNITS - 1, 0.02), (KEPT_UNITS, 0.01)])
+def test_units_of_rests_are_the_better_baseline(rested: int, expected: float) -> None:
+    """Once there are enough of them, those from before the readers came count for nothing."""
+    baseline = Baseline()
+    others = 2 * KEPT_UNITS
+    for _ in range(others):
+        baseline.add(0.0, 0.02 + 0.01 * rested / others * (rested < KEPT_UNITS), resting=False)
+    for _ in range(rested):
+        baseline.add(0.0, 0.01, resting=True)
+    baseline.measure(0.0)
+    assert pytest.approx(expected) == baseline.mean

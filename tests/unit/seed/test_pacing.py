@@ -85,6 +85,23 @@ def test_it_tells_by_itself() -> None:
     assert (1000, True, 10) == (asked, heard, share)
 
 
+def test_what_one_reader_hears_all_hear() -> None:
+    """The one that asks takes the news for itself: the others are told to ask too."""
+    readers, told = [1], threading.Event()
+    pacing = Pacing(Changing(1000), lambda: readers[0], told.set)
+    shares = [pacing.share()]
+    assert told.wait(30)
+    pacing.close()
+    told.clear()
+    readers[0] = 2
+    shares.append(pacing.share())
+    again = Pacing(Changing(1000), lambda: readers[0], told.set)
+    shares.append(again.share())
+    heard = told.wait(30)
+    again.close()
+    assert ([1000, 500, 500], True) == (shares, heard)
+
+
 def test_closing_ends_its_thread() -> None:
     """Whether it looks after readers, waits for the first, or never began."""
     waiting, fresh = (Pacing(Changing(5), lambda: 0, lambda: None) for _ in range(2))

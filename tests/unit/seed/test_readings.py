@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from rfork.seed import readings as readings_module
 from rfork.seed.readings import Readings
 
 NEVER_S = 60.0
@@ -60,6 +61,42 @@ def test_reads_that_do_not_end_are_cut() -> None:
     with stuck(readings, said, "one"), stuck(readings, said, "two"):
         cut = readings.settle(0.0)
         assert (2, 4) == (cut, len(said))
+
+
+def test_a_read_that_goes_on_after_it_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for however long it takes, and the log says so: here it ends for that."""
+    said: list[str] = []
+    begun, ended = threading.Event(), threading.Event()
+    watcher = Watcher(ended, said)
+    monkeypatch.setattr(readings_module, "log", watcher)
+    monkeypatch.setattr(readings_module, "WARN_S", 0.0)
+    readings = Readings()
+
+    def read() -> None:
+        with readings.held(lambda: said.append("cut")):
+            begun.set()
+            ended.wait(NEVER_S)
+            said.append("ended")
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert begun.wait(NEVER_S)
+    readings.settle(0.0)
+    thread.join()
+    assert ["cut", "warned", "ended"] == said
+
+
+class Watcher:
+    """A log whose first warning ends the read."""
+
+    def __init__(self, ended: threading.Event, said: list[str]) -> None:
+        self._ended = ended
+        self._said = said
+
+    def warning(self, event: str, *, reads: int) -> None:
+        if not self._ended.is_set():
+            self._said.append("warned")
+            self._ended.set()
 
 
 def test_a_later_read_is_not_waited_for() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -24,7 +25,7 @@ from rfork.seed import holding
 from rfork.seed.holding import seal
 from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
-from rfork.transport.memory import MemoryNetwork, MemoryTransport
+from rfork.transport.memory import MemoryExporter, MemoryNetwork, MemoryTransport
 from rfork.wire import StorageOffer
 
 KEY = derive_key(b"s" * 32, "seed-1")
@@ -32,7 +33,13 @@ IMAGE = image_of({"a": torch.arange(3 * MIB, dtype=torch.uint8)})
 LAYOUT_ID = IMAGE.layout.layout_id
 
 
-def made(board: ChunkBoard | None = None, *, network: MemoryNetwork | None = None, of: Image = IMAGE) -> Seed:
+def made(
+    board: ChunkBoard | None = None,
+    *,
+    network: MemoryNetwork | None = None,
+    of: Image = IMAGE,
+    peers: MemoryPeers | None = None,
+) -> Seed:
     seed = Seed(
         of,
         Identity("model", instance_id="seed-1"),
@@ -40,7 +47,7 @@ def made(board: ChunkBoard | None = None, *, network: MemoryNetwork | None = Non
         [MemoryTransport(network or MemoryNetwork())],
         board=board,
         manifest=seal(of) if board is None else None,
-        serve_peer=MemoryPeers().service,
+        serve_peer=(peers or MemoryPeers()).service,
     )
     seed.learn_keys([KEY])
     return seed
@@ -143,6 +150,27 @@ def test_a_fence_waits_for_the_slice_under_way() -> None:
             said.append("read after all")
         thread.join()
     assert ["cut", "read", "fenced"] == said
+
+
+@pytest.mark.parametrize("change", [Seed.fence, lambda seed: seed.drop([0])], ids=["fence", "drop"])
+def test_new_bytes_end_all_channels(change: Callable[[Seed], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads without asking is out when the bytes may change, and is told why before that."""
+    said: list[str] = []
+    monkeypatch.setattr(MemoryExporter, "let_out", lambda self, channel_id: said.append("out"))
+    peers = MemoryPeers()
+    with made(peers=peers) as seed:
+        peer = peers.dial(seed.report().address, token)
+        channel, _ = peer.open(LAYOUT_ID, ("memory",), time.monotonic() + 60)
+        news = peer.watch(channel, 60)
+        next(news)
+        with seed.on_change(lambda: said.append(f"told of {seed.generation}")):
+            change(seed)
+        said.append("changed")
+        with pytest.raises(SourceChanged, match="the weights changed"):
+            next(news)
+        assert () == seed.report().readers
+    out = said.index("out")
+    assert ({"told of 1"}, 1, "changed") == ({*said[:out]}, said.count("out"), said[-1])
 
 
 def test_dropped_chunks_are_not_read_any_more() -> None:
@@ -275,8 +303,8 @@ def test_changes_are_told() -> None:
 def test_what_is_given_is_counted() -> None:
     """Every byte that passes the governor counts."""
     with made() as seed:
-        seed.grant(3)
-        seed.grant(4)
+        seed.grant(3, "fork-1")
+        seed.grant(4, "fork-2")
     assert 7 == seed.given_bytes
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from rfork.errors import StorageError
 from rfork.image.chunks import MIB
-from rfork.image.layout import Layout, TensorSpec
+from rfork.image.layout import Layout
+from rfork.image.specs import TensorSpec
 from rfork.storage.claim import KEPT_S, MOST_SPOOLS, claim
 from rfork.storage.files import MOST_BUFFERS
 from rfork.storage.spool import PAGE, RECORD, Spool

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rfork.errors import SourceCorrupt
+from rfork.image.chunks import MIB
 from rfork.image.memory import Segment
 from rfork.transport.transfer_engine.plan import (
     DIRECT_BYTES,
-    MIB,
     REQUEST_BYTES,
     STAGING_BYTES,
     AddressMap,

@@ -62,7 +62,7 @@ def program(addresses: Collection[Address]) -> tuple[Instruction, ...]:
     return (*version, (_GO, 0, 0, len(fourth) + 1), *fourth, _DROP, *sixth, _DROP)
 
 
-class Guard:
+class PacketFilter:
     """The listeners of one engine, and the addresses that reach them: none at first. Thread-safe.
 
     Raises SettingsError where a socket takes no filter: there the engine must not run.
@@ -70,62 +70,71 @@ class Guard:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._listeners: dict[int, socket.socket] = {}  # by port; duplicates of the engine's descriptors
+        self._cutting = threading.Lock()  # taken before the other: to cut takes a while, to let in must not
+        self._listeners: dict[int, list[socket.socket]] = {}  # by port; duplicates
         self._inside: dict[str, Address] = {}
 
     def add(self, port: int, accept_s: float | None = None) -> None:
         """Stand before a port that this process listens on; its accept() shall wake every `accept_s`."""
         with self._lock:
-            for candidate in _sockets():
-                if _is_at(candidate, port, listens=True):
-                    # Not socket.dup(), which would make the engine's accept() a blocking one.
-                    self._listeners[port] = socket.socket(fileno=os.dup(candidate.fileno()))
-            if port not in self._listeners:
+            listeners = [
+                duplicate_of(candidate.fileno())
+                for candidate in _sockets()
+                if _is_at(candidate, port, listens=True)
+            ]
+            if not listeners:
                 raise SettingsError(f"transfer_engine does not listen on its port {port}")
+            self._listeners[port] = listeners
             self._attach()
             if accept_s is not None:
                 limit = struct.pack("@ll", 0, round(accept_s * 1e6))
-                self._listeners[port].setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+                for listener in listeners:
+                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
-    def let_in(self, name: str, host: str) -> None:
+    def let_in(self, name: str, address: str) -> None:
         """Let the host of an IP address in, until `let_out` is told the same name.
 
         Raises SourceBusy when too many are in already, and for what is no IP address.
         """
-        address = _address(host)
+        host = _host(address)
         with self._lock:
             before = set(self._inside.values())
-            if address not in before and len(before) >= MOST_ADDRESSES:
+            if host not in before and len(before) >= MOST_ADDRESSES:
                 raise SourceBusy(f"transfer_engine lets in {MOST_ADDRESSES} hosts at once, no more")
-            self._inside[name] = address
-            if address not in before:
+            self._inside[name] = host
+            if host not in before:
                 self._attach()
 
     def let_out(self, name: str) -> None:
-        """Undo `let_in`: with the last name of an address its connections end."""
-        with self._lock:
-            gone = self._inside.pop(name, None)
-            if gone is not None and gone not in self._inside.values():
+        """Undo `let_in`: with the last name of an address its connections end, which may take `QUEUE_S`."""
+        with self._cutting:
+            with self._lock:
+                gone = self._inside.pop(name, None)
+                if gone is None or gone in self._inside.values():
+                    return
                 self._attach()
-                self._cut()
+            self._cut()
 
     def close(self) -> None:
         """Let go of the listeners, so that the engine can close them. Safe to call twice."""
-        with self._lock:
-            for listener in self._listeners.values():
+        with self._cutting, self._lock:
+            for listener in self._all():
                 listener.close()
             self._listeners.clear()
+
+    def _all(self) -> list[socket.socket]:
+        return [listener for listeners in self._listeners.values() for listener in listeners]
 
     def _attach(self) -> None:
         steps = program(set(self._inside.values()))
         packed = ctypes.create_string_buffer(b"".join(struct.pack("@HBBI", *step) for step in steps))
         described = struct.pack("@HP", len(steps), ctypes.addressof(packed))  # a `struct sock_fprog`
-        for port, listener in self._listeners.items():
+        for listener in self._all():
             try:
                 listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, described)
             except OSError as error:
                 raise SettingsError(
-                    f"transfer_engine cannot keep strangers from its port {port}: {error}",
+                    f"transfer_engine cannot keep strangers from {listener.getsockname()}: {error}",
                     hint="it needs Linux, where sockets take a packet filter; use RFORK_TRANSPORTS=http",
                 ) from error
 
@@ -134,7 +143,7 @@ class Guard:
         until = time.monotonic() + QUEUE_S
         pause = threading.Event()
         while True:
-            queued = any(_queued(listener) for listener in self._listeners.values())
+            queued = any(_queued(listener) for listener in self._all())
             for candidate in _sockets():
                 if any(_is_at(candidate, port, listens=False) for port in self._listeners):
                     self._end(candidate)
@@ -144,19 +153,21 @@ class Guard:
 
     def _end(self, connection: socket.socket) -> None:
         try:
-            if _address(connection.getpeername()[0]) not in self._inside.values():
-                connection.shutdown(socket.SHUT_RDWR)
+            host = _host(connection.getpeername()[0])
+            with self._lock:
+                if host not in self._inside.values():
+                    connection.shutdown(socket.SHUT_RDWR)
         except OSError as error:
             if error.errno != errno.ENOTCONN:  # it ended by itself
                 raise
 
 
-def _address(host: str) -> Address:
+def _host(text: str) -> Address:
     """An IP address without its scope; IPv4 as such, however a socket of both families writes it."""
     try:
-        address = ip_address(host.partition("%")[0])
+        address = ip_address(text.partition("%")[0])
     except ValueError:
-        raise SourceBusy(f"transfer_engine lets hosts in by IP address, and {host!r} is none") from None
+        raise SourceBusy(f"transfer_engine lets hosts in by IP address, and {text!r} is none") from None
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     return mapped or address
 
@@ -168,7 +179,7 @@ def _sockets() -> Iterator[socket.socket]:
             # First: to close a duplicate of a file would give up the process's locks on that file.
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
-            candidate = socket.socket(fileno=os.dup(int(name)))
+            candidate = duplicate_of(int(name))
         except OSError as error:
             if error.errno not in (errno.EBADF, errno.ENOTSOCK):
                 raise
@@ -176,6 +187,16 @@ def _sockets() -> Iterator[socket.socket]:
         with candidate:
             if candidate.family in (socket.AF_INET, socket.AF_INET6) and candidate.type == socket.SOCK_STREAM:
                 yield candidate
+
+
+def duplicate_of(descriptor: int) -> socket.socket:
+    """Not socket.dup(), which would make the engine's accept() a blocking one."""
+    duplicate = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
 
 
 def _is_at(candidate: socket.socket, port: int, *, listens: bool) -> bool:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from ipaddress import ip_address
+from pathlib import Path
 
 import pytest
 
 from rfork.errors import SourceBusy
-from rfork.transport.transfer_engine.guard import MOST_ADDRESSES, Guard, Instruction, program
+from rfork.transport.transfer_engine.packet_filter import (
+    MOST_ADDRESSES,
+    Instruction,
+    PacketFilter,
+    duplicate_of,
+    program,
+)
 
 IP_HEADER = 0xFFF00000
 LARGEST_PROGRAM = 4096
@@ -60,7 +68,7 @@ def test_only_those_inside_pass(inside: list[str]) -> None:
 
 @pytest.mark.parametrize("family", ["10.0.{}.{}", "fd00::{:x}:{:x}"])
 def test_the_longest_program_is_one_that_the_kernel_takes(family: str) -> None:
-    """With as many addresses as a guard lets in, each passes, and the jumps still reach."""
+    """With as many addresses as it lets in, each passes, and the jumps still reach."""
     hosts = [family.format(number // 256, number % 256) for number in range(MOST_ADDRESSES)]
     steps = program([ip_address(host) for host in hosts])
     assert (True, True, False) == (
@@ -72,18 +80,27 @@ def test_the_longest_program_is_one_that_the_kernel_takes(family: str) -> None:
 
 def test_no_more_hosts_than_there_is_room_for() -> None:
     """One too many is told to go elsewhere; a host that is in already may have more channels."""
-    guard = Guard()
+    ports = PacketFilter()
     for number in range(MOST_ADDRESSES):
-        guard.let_in(f"channel-{number}", f"10.0.0.{number}")
-    guard.let_in("another", "10.0.0.5")
+        ports.let_in(f"channel-{number}", f"10.0.0.{number}")
+    ports.let_in("another", "10.0.0.5")
     with pytest.raises(SourceBusy, match="at once"):
-        guard.let_in("one too many", "10.0.1.0")
-    guard.let_out("channel-7")
-    guard.let_in("the next", "10.0.1.0")
+        ports.let_in("one too many", "10.0.1.0")
+    ports.let_out("channel-7")
+    ports.let_in("the next", "10.0.1.0")
 
 
-@pytest.mark.parametrize("host", ["", "unix", "10.0.0", "example.org"])
-def test_what_is_no_address_is_not_let_in(host: str) -> None:
+@pytest.mark.parametrize("address", ["", "unix", "10.0.0", "example.org"])
+def test_what_is_no_address_is_not_let_in(address: str) -> None:
     """A reader whose address cannot be told gets no channel."""
     with pytest.raises(SourceBusy, match="is none"):
-        Guard().let_in("channel", host)
+        PacketFilter().let_in("channel", address)
+
+
+def test_what_is_no_socket_leaves_no_descriptor(tmp_path: Path) -> None:
+    """A descriptor that another thread closed and had anew for a file: its duplicate is closed again."""
+    with (tmp_path / "file").open("w") as file:
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(OSError, match="non-socket"):
+            duplicate_of(file.fileno())
+        assert before == os.listdir("/proc/self/fd")

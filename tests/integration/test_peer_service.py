@@ -215,6 +215,20 @@ def test_a_fence_ends_the_stream(start_seed: StartSeed) -> None:
     peer.close()
 
 
+def test_a_channel_that_a_fence_ended_says_so(start_seed: StartSeed) -> None:
+    """Its place is gone before the stream looks again: the reader still hears why."""
+    seed = start_seed()
+    peer = client(seed)
+    channel = opened(seed, peer)
+    news = peer.watch(channel, SOON_S)
+    next(news)
+    seed.generation += 1
+    seed.close_channel(channel)
+    with pytest.raises(SourceChanged):
+        next(news)
+    peer.close()
+
+
 def test_a_channel_that_a_fence_overtook_is_none(
     start_seed: StartSeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

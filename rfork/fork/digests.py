@@ -60,6 +60,8 @@ class Digests:
         self._readers: set[str] = set()
         self._own: set[int] = set()
         """Chunks that own files hold too: found there, or read from there."""
+        self._left: dict[int, bytes] = {}
+        """Digests of what is in the image still from the weights before."""
 
     # -- what sources say -------------------------------------------------------------------------
 
@@ -77,6 +79,7 @@ class Digests:
         if before is not None and not wrong:
             self._giving.drop(())  # whoever waits here was told of other weights, and has to hear of it
         self._giving.learn(manifest)
+        self._take_back(manifest)
 
     def announce(self, source_id: str, draft: str, digests: Mapping[int, bytes], *, alone: bool) -> None:
         """A source without a manifest says what it holds; `alone`: nothing is wanted of any other.
@@ -133,16 +136,29 @@ class Digests:
         self._forget_all()
 
     def start_over(self) -> int:
-        """Nobody gives the weights any more that this fork has begun; returns how many chunks are dropped.
+        """Nobody gives the weights any more that this fork has begun; returns how many chunks were held.
 
-        Whoever reads from here is told by a new generation, and starts over in its turn. Nothing may be
-        in flight: what lands later would count for the weights that come next.
+        They stay in the image: those that the next weights have too are not read again. Whoever reads
+        from here is told by a new generation, and starts over in its turn. Nothing may be in flight:
+        what lands later would count for the weights that come next.
         """
         held = list(ranges.indices(self._board.verified))
+        self._left |= self._board.digests
         self._schedule.drop(held)
         self._giving.fence()
         self._forget_all()
         return len(held)
+
+    def _take_back(self, manifest: Manifest) -> None:
+        """Mark what is left of the weights before and is right; digested anew, as much may have happened."""
+        left, self._left = self._left, {}
+        same = [
+            chunk
+            for chunk, digest in left.items()
+            if digest == manifest.digests[chunk] and digest == self._image.digest(chunk)
+        ]
+        for chunk in self._schedule.found(same):
+            self._board.mark(chunk, manifest.digests[chunk])
 
     def _forget_all(self) -> None:
         self._schedule.disclaim()

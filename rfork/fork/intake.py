@@ -85,7 +85,7 @@ class Intake:
             return False
         self._left = manifest.weights_id
         if chunks := self._digests.start_over():
-            why = f"the weights changed at the source: started over, {chunks} chunks dropped"
+            why = f"the weights changed at the source: started over, {chunks} chunks are compared anew"
             log.warning("started over", chunks=chunks, weights_id=self._left)
             self.sources.reasons.append(SourceChanged(why))
         return True

@@ -141,6 +141,15 @@ class Schedule:
         """These verified chunks turned out wrong: they are read again, once a plan says from whom."""
         self._verified.difference_update(chunks)
 
+    def found(self, chunks: Iterable[int]) -> list[int]:
+        """These hold the right bytes already; returns them without those verified before or in flight."""
+        fresh = [chunk for chunk in chunks if chunk not in self._verified and chunk not in self._in_flight]
+        for chunk in fresh:
+            self._assigned.pop(chunk, None)
+            self._claimed.pop(chunk, None)
+        self._verified.update(fresh)
+        return fresh
+
     def fill(self) -> None:
         """Every chunk was verified by other means; nothing is in flight."""
         self._verified.update(range(self.chunk_count))

@@ -97,7 +97,7 @@ def test_a_silent_write_to_a_relay(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("updates", [(2,), (2, 3)], ids=["once", "twice"])
 def test_an_update_of_the_only_seed(fleet: Fleet, updates: Sequence[int]) -> None:
-    """Each time what was verified is dropped, and all of it is read anew from the same seed."""
+    """Each time what was verified is of no use any more, and all of it is read anew from the same seed."""
     seed = fleet.source("seed", image(1))
     left = list(updates)
 
@@ -109,11 +109,47 @@ def test_an_update_of_the_only_seed(fleet: Fleet, updates: Sequence[int]) -> Non
     target = Target(fleet, replan, settings(window=1))
     target.board.subscribe(lambda: update(seed, left.pop(0)) if left and len(target.board) == 2 else None)
     pulled = target.run()
-    over = "the weights changed at the source: started over, 2 chunks dropped"
+    over = "the weights changed at the source: started over, 2 chunks are compared anew"
     assert content(image(updates[-1])) == content(target.image)
     assert [over] * len(updates) == [str(error) for error in target.puller.reasons if over in str(error)]
     assert {"SourceChanged"} == set(reported) == set(target.reasons)
     assert 2 * len(updates) <= pulled.bytes_repeated // MIB <= 3 * len(updates)
+
+
+def test_weights_that_come_back_as_they_were(fleet: Fleet) -> None:
+    """What is still in the image is compared with the new manifest, and not read again."""
+    seed = fleet.source("seed", image(1))
+    updates = [1]
+
+    def replan(faults: tuple[SourceFault, ...], current: tuple[Share, ...]) -> Plan:
+        return plan(route(seed, ALL)) if holds(seed, target) else plan(reason="it holds other weights")
+
+    target = Target(fleet, replan, settings(window=1))
+    target.board.subscribe(
+        lambda: update(seed, updates.pop()) if updates and len(target.board) == 3 else None
+    )
+    pulled = target.run()
+    assert (content(image(1)), {"SourceChanged"}) == (content(target.image), set(target.reasons))
+    assert pulled.bytes_repeated <= MIB  # the one that was on its way
+
+
+def test_what_is_left_is_digested_anew() -> None:
+    """A chunk that was written to meanwhile, or is in flight, is read again."""
+    held = image(1)
+    manifest, board = held.manifest(), ChunkBoard(held.layout.chunks)
+    schedule = Schedule(CHUNKS)
+    digests = Digests(held, board, schedule, Relay(board))
+    digests.learn(manifest)
+    for chunk in range(3):
+        schedule.found([chunk])
+        board.mark(chunk, manifest.digests[chunk])
+    digests.start_over()
+    scribble(held, 0)
+    schedule.adopt({"seed": [(1, 2)]})
+    schedule.offer("seed", [(1, 2)])
+    schedule.take()
+    digests.learn(manifest)
+    assert ((2, 3),) == board.verified
 
 
 def test_a_seed_that_never_serves_again(fleet: Fleet) -> None:

@@ -24,6 +24,11 @@
     │   ├── PlannerUnreachable     the planner did not answer
     │   └── PlannerRefused         the planner answered with a problem (RFC 9457)
     ├── StorageError               fault: storage  exit 6   a disk or an object store failed
+    │   ├── StorageMissing         no such file, folder, object or bucket
+    │   ├── StorageDenied          credentials are missing, wrong, or do not reach so far
+    │   ├── StorageChanged         what is read was written to, or replaced, meanwhile
+    │   ├── StorageCorrupt         the bytes are not what their digest or their format promises
+    │   └── StorageFull            no room is left to write
     └── ForkFailed                 fault: that of the last reason   exit 7
         ├── NoSource               nobody holds an image of this layout
         └── NothingLeft            all sources and all fallbacks failed; carries each reason in order
@@ -174,6 +179,26 @@ class StorageError(RforkError):
 
     fault = "storage"
     exit_code = 6
+
+
+class StorageMissing(StorageError):
+    """There is no such file, folder, object or bucket."""
+
+
+class StorageDenied(StorageError):
+    """Credentials are missing, wrong, or do not reach so far."""
+
+
+class StorageChanged(StorageError):
+    """What is read was written to, or replaced by another, since it was opened."""
+
+
+class StorageCorrupt(StorageError):
+    """The bytes are not what their digest or their format promises."""
+
+
+class StorageFull(StorageError):
+    """No room is left to write."""
 
 
 class ForkFailed(RforkError):

@@ -101,6 +101,10 @@ class Image:
             found[-1] = found[-1]._replace(length=end - found[-1].begin)
         return found
 
+    def parts(self, begin: int, end: int) -> list[torch.Tensor]:
+        """The memory of image range `[begin, end)` in image order: uint8 tensors, 1-D, where the bytes lie."""
+        return self._cut(list(self._runs), begin, end)
+
     def allocations(self) -> list[tuple[int, int]]:
         """The (address, length) areas that hold the image: few, sorted, disjoint.
 

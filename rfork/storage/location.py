@@ -1,0 +1,86 @@
+"""URIs of tensor files, and what users write for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, unquote, urlsplit
+
+from rfork.errors import SettingsError
+
+SCHEMES = ("file", "s3", "http", "https", "gs", "az")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A URI in its parts: ``SCHEME://HOST/PATH``; the path is decoded and has no leading slash but a file's.
+
+    `host` is the bucket (s3, gs), the container (az) or the server's host:port. A `query` (a presigned
+    URL's) belongs to this one name and to no other.
+    """
+
+    scheme: str
+    host: str
+    path: str
+    query: str = ""
+
+    @classmethod
+    def parse(cls, text: str | Path) -> Location:
+        """Take a URI, or a path of this machine. Raises SettingsError for anything else."""
+        text = str(text)
+        if "://" not in text:
+            if not text:
+                raise SettingsError("an empty name is no file")
+            path = Path(text).expanduser().absolute()
+            return cls("file", "", f"{path}/" if text.endswith("/") and str(path) != "/" else str(path))
+        try:
+            parts = urlsplit(text)
+        except ValueError as error:
+            raise SettingsError(f"{text!r} is not a URI: {error}") from None
+        if parts.scheme not in SCHEMES:
+            known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+            raise SettingsError(f"{text!r} is of no kind known here", hint=f"known are {known} and paths")
+        if parts.scheme == "file":
+            if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+                raise SettingsError(
+                    f"{text!r} names no file of this machine", hint="e.g. file:///models/llama.safetensors"
+                )
+            return cls("file", "", unquote(parts.path))
+        if not parts.netloc:
+            raise SettingsError(f"{text!r} names no host or bucket")
+        if "@" in parts.netloc:
+            raise SettingsError("a URI of storage carries no user or password: they would show in logs")
+        if parts.scheme in ("http", "https"):
+            return cls(parts.scheme, parts.netloc, unquote(parts.path.lstrip("/")), parts.query)
+        # A key may hold ? and #; S3's own tools write it as it is.
+        key = text.split("://", 1)[1].partition("/")[2]
+        return cls(parts.scheme, parts.netloc.split("?")[0], key)
+
+    @property
+    def uri(self) -> str:
+        """The URI, without the query: that may hold a secret."""
+        if self.scheme == "file":
+            return Path(self.path).as_uri() + ("/" if self.path.endswith("/") and self.path != "/" else "")
+        path = quote(self.path) if self.scheme in ("http", "https") else self.path
+        return f"{self.scheme}://{self.host}/{path}"
+
+    @property
+    def name(self) -> str:
+        """The last part of the path; empty for a folder."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Location:
+        """The folder it lies in; of a folder (whose path ends with ``/``, or is empty) itself."""
+        head, slash, _ = self.path.rpartition("/")
+        return Location(self.scheme, self.host, head + slash)
+
+    @property
+    def folder(self) -> Location:
+        """The same, as a folder."""
+        path = self.path if self.path.endswith("/") or not self.path else f"{self.path}/"
+        return Location(self.scheme, self.host, path)
+
+    def child(self, name: str) -> Location:
+        """A name within this folder."""
+        return Location(self.scheme, self.host, self.folder.path + name)

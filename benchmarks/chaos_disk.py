@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from rfork.storage.files import DataFile
+from rfork.storage.files import LocalFile
 
 BLOCK: Final = 1 << 20
 FILLER: Final = "filler"
@@ -44,17 +44,17 @@ def paced(rate: int) -> Iterator[None]:
     if not rate:
         yield
         return
-    pace, read = _Pace(rate), DataFile.read
+    pace, read = _Pace(rate), LocalFile.read
 
-    def slowly(self: DataFile, offset: int, into: Sequence[memoryview]) -> None:
+    def slowly(self: LocalFile, offset: int, into: Sequence[memoryview]) -> None:
         pace.wait(sum(view.nbytes for view in into))
         read(self, offset, into)
 
-    DataFile.read = slowly  # type: ignore[method-assign]
+    LocalFile.read = slowly  # type: ignore[method-assign]
     try:
         yield
     finally:
-        DataFile.read = read  # type: ignore[method-assign]
+        LocalFile.read = read  # type: ignore[method-assign]
 
 
 def fill(folder: Path) -> None:

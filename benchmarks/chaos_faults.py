@@ -70,7 +70,7 @@ class Faults:
         if (index := self._writing.pop(host, None)) is None:
             return
         left = {path.name for path in self._crew.disk(host, inside=False).iterdir()} - {chaos_disk.FILLER}
-        if not answer.error.startswith(f"{host}: StorageError") or left:
+        if not answer.error.startswith(f"{host}: StorageFull") or left:
             error = f"a snapshot onto a full disk: {answer.error or 'written'}, left {left}"
             self.struck[index] = replace(self.struck[index], error=error)
 

@@ -107,7 +107,10 @@ class Processors:
 
 
 class Crew:
-    """A context manager; the processes are up inside the block, and gone after it whatever happens."""
+    """A context manager; the processes are up inside the block, and gone after it whatever happens.
+
+    A benchmark with more on its hosts than a planner and nodes starts that in `before_nodes`.
+    """
 
     def __init__(self, nodes: Sequence[str], *, size: int, rate: float, delay_s: float) -> None:
         """`size`: bytes of the image; `rate`: bits a second each way of every link."""
@@ -116,69 +119,96 @@ class Crew:
         self.lab = Lab([PLANNER, *nodes], rate=rate, delay_s=delay_s)
         self._names = tuple(nodes)
         self._nodes: dict[str, Node] = {}
-        self._processes: list[subprocess.Popen[str]] = []
-        self._open = contextlib.ExitStack()
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._variables: dict[str, str] = {}
+        self._folder = Path()
+        self._listener: socket.socket | None = None
+        self.open = contextlib.ExitStack()
+        """What ends with the crew."""
 
     def __enter__(self) -> Self:
         try:
             self._start()
         except BaseException:
-            self._open.close()
+            self.open.close()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.close()
+        self.open.close()
 
     def __getitem__(self, name: str) -> Node:
         return self._nodes[name]
 
     def processors(self) -> Processors:
         """Processor time used so far."""
-        return Processors.now([process.pid for process in self._processes])
+        return Processors.now([process.pid for process in self._processes.values()])
+
+    def before_nodes(self, folder: Path) -> Mapping[str, str]:
+        """Start what else the lab has, and return variables for the nodes; `folder` is there to the end."""
+        return {}
+
+    def kill(self, name: str) -> None:
+        """Have a node die at once."""
+        self.lab.stop(self._processes[name])
+        self._nodes.pop(name).close()
+
+    def start_again(self, name: str) -> None:
+        """Start a node that was killed."""
+        self._run_node(name)
+        self._meet()
 
     def _start(self) -> None:
-        folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="rfork-fanout-")))
-        path = str(folder / "socket")
-        listener = self._open.enter_context(socket.socket(socket.AF_UNIX))
-        listener.bind(path)
-        listener.listen(len(self._names))
-        self._open.enter_context(self.lab)
-        url = f"http://{self.lab.address(PLANNER)}:{PORT}"
+        self._folder = Path(self.open.enter_context(tempfile.TemporaryDirectory(prefix="rfork-fanout-")))
+        self._listener = self.open.enter_context(socket.socket(socket.AF_UNIX))
+        self._listener.bind(self._path)
+        self._listener.listen(len(self._names))
+        self.open.enter_context(self.lab)
         planner = {"RFORK_PLANNER_BIND": self.lab.address(PLANNER), "RFORK_PLANNER_PORT": str(PORT)}
-        self._run(PLANNER, ["-m", "rfork", "planner"], planner, folder)
+        self._run(PLANNER, ["-m", "rfork", "planner"], planner)
+        self._variables |= self.before_nodes(self._folder)
         for name in self._names:
-            variables = {"RFORK_PLANNER": url, "RFORK_BIND": self.lab.address(name), "RFORK_HOST": name}
-            self._run(name, ["-c", NODE, path, name, str(self.size)], variables, folder)
+            self._run_node(name)
         for _ in self._names:
-            self._meet(listener, folder)
+            self._meet()
 
-    def _run(self, host: str, arguments: Sequence[str], own: Mapping[str, str], folder: Path) -> None:
+    @property
+    def _path(self) -> str:
+        return str(self._folder / "socket")
+
+    def _run_node(self, name: str) -> None:
+        url = f"http://{self.lab.address(PLANNER)}:{PORT}"
+        own = {"RFORK_PLANNER": url, "RFORK_BIND": self.lab.address(name), "RFORK_HOST": name}
+        self._run(name, ["-c", NODE, self._path, name, str(self.size)], {**self._variables, **own})
+
+    def _run(self, host: str, arguments: Sequence[str], own: Mapping[str, str]) -> None:
         # Options of the data plane (RFORK_WINDOW, …) come in from outside: they are what is to be tried.
         chosen = {"RFORK_TRANSPORTS": "http", "RFORK_LOG_LEVEL": "warning", **os.environ, **own}
-        output = self._open.enter_context((folder / f"{host}.log").open("w"))
-        self._processes.append(self.lab.start(host, [sys.executable, *arguments], chosen, output))
+        output = self.open.enter_context((self._folder / f"{host}.log").open("a"))
+        self._processes[host] = self.lab.start(host, [sys.executable, *arguments], chosen, output)
 
-    def _meet(self, listener: socket.socket, folder: Path) -> None:
+    def _meet(self) -> None:
+        if self._listener is None:
+            raise FanoutError("the crew is not there yet")
         give_up = time.monotonic() + START_S
-        listener.settimeout(LOOK_S)
+        self._listener.settimeout(LOOK_S)
         while True:
             try:
-                connection, _ = listener.accept()
+                connection, _ = self._listener.accept()
                 break
             except TimeoutError:
                 late = [name for name in self._names if name not in self._nodes]
-                ended = any(process.poll() is not None for process in self._processes)
+                ended = any(self._processes[name].poll() is not None for name in late)
                 if ended or time.monotonic() > give_up:
-                    said = tail(folder / f"{late[0]}.log")
+                    said = tail(self._folder / f"{late[0]}.log")
                     raise FanoutError(f"{', '.join(late)} did not start: {said}") from None
         connection.settimeout(START_S)
         lines = connection.makefile("rb")
         name = lines.readline().decode().strip()
-        node = self._nodes[name] = Node(name, connection, lines, folder / f"{name}.log")
-        self._open.callback(node.close)
+        node = self._nodes[name] = Node(name, connection, lines, self._folder / f"{name}.log")
+        self.open.callback(node.close)
 
 
 def tail(log: Path) -> str:

@@ -67,7 +67,7 @@ class Node:
             case "seed":
                 return self._seed(command.model)
             case "fork":
-                return self._fork(command.model)
+                return self._fork(command)
             case "check":
                 return Answer(sha256=image_sha256(capture(self._module)))
             case "rest":
@@ -87,18 +87,27 @@ class Node:
             raise RforkError(f"the planner did not answer a seed within {PATIENCE_S:g} s")
         return Answer(weights_id=giving.manifest.weights_id)
 
-    def _fork(self, model: str) -> Answer:
+    def _fork(self, command: Command) -> Answer:
         points: list[Point] = []
 
         def on_progress(progress: ForkProgress, _: int) -> None:
             points.append((time.monotonic(), sum(progress.sources.values())))
 
+        # Without a planner there is nobody to share with.
+        chosen = self._settings.model_copy(update={"planner": None} if command.alone else {})
         began = time.monotonic()
-        report = fork(self._module, model=model, on_progress=on_progress)
+        report = fork(
+            self._module,
+            model=command.model,
+            snapshot=command.snapshot or None,
+            checkpoint=command.checkpoint or None,
+            settings=chosen,
+            on_progress=on_progress,
+        )
         ended = time.monotonic()
         if report.seed is not None:
             self._giving.callback(report.seed.close)
-        if report.outcome != "forked":
+        if report.outcome != ("fallback" if command.alone else "forked"):
             raise RforkError(f"not forked: {'; '.join(report.reasons)}")
         points.append((ended, report.image_bytes))
         return Answer(
@@ -107,6 +116,7 @@ class Node:
             points=((began, 0), *points),
             weights_id=report.weights_id,
             replans=report.replans,
+            storage_bytes=report.storage_bytes,
         )
 
     def _give(self) -> Answer:

@@ -23,7 +23,8 @@ class Command:
     """What a node is to do.
 
     prepare: build the module, its memory empty, or `filled` with the weights; seed: give it to the forks
-    of `model`, and answer once the planner knows; fork: fill it, stay a seed, and answer with the times;
+    of `model`, and answer once the planner knows; fork: fill it, where nobody holds it from `snapshot` or
+    `checkpoint` (`alone`: as if there were no others), stay a seed, and answer with the times;
     check: hash it; rest: give nothing any more; listen: open a TCP port; give: send the image's size to
     whoever connects to it; take: receive that from `address`, `port`.
     """
@@ -33,6 +34,9 @@ class Command:
     filled: bool = False
     address: str = ""
     port: int = 0
+    snapshot: str = ""
+    checkpoint: str = ""
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Answer:
     sha256: str = ""
     port: int = 0
     replans: int = 0
+    storage_bytes: int = 0
 
 
 def line(message: DataclassInstance) -> bytes:

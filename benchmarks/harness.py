@@ -100,6 +100,7 @@ def heed_sigterm() -> None:
     """Leave by an exception when told to end: all that was started is then ended too."""
 
     def leave(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # `timeout` tells twice: the clearing up is not to be cut short
         sys.exit(128 + number)
 
     signal.signal(signal.SIGTERM, leave)

@@ -18,8 +18,8 @@ ROW = 1024
 def dense(quick: bool) -> nn.Module:
     """A Llama's layers in bfloat16, one allocation a tensor: 2.06 GiB (16 layers), quick 0.27 GiB (5)."""
     if quick:
-        return _module(_llama(layers=5, hidden=1024, intermediate=4096, key_value=256), seed=1)
-    return _module(_llama(layers=16, hidden=2048, intermediate=8192, key_value=512), seed=1)
+        return _module(llama(layers=5, hidden=1024, intermediate=4096, key_value=256), seed=1)
+    return _module(llama(layers=16, hidden=2048, intermediate=8192, key_value=512), seed=1)
 
 
 def small(quick: bool) -> nn.Module:
@@ -34,7 +34,8 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
     return (parameter.data for parameter in module.parameters())
 
 
-def _llama(layers: int, hidden: int, intermediate: int, key_value: int) -> dict[str, tuple[int, ...]]:
+def llama(layers: int, hidden: int, intermediate: int, key_value: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of a Llama's tensors, by name, in their order."""
     vocabulary = 32_000
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for layer in range(layers):

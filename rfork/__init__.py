@@ -16,22 +16,51 @@ if TYPE_CHECKING:
     from rfork.errors import RforkError
     from rfork.fork.report import ForkReport
     from rfork.image.capture import capture
-    from rfork.settings import Settings
+    from rfork.settings import Settings, StorageSettings
+    from rfork.storage.lazy import load_tensors, open, tensors
+    from rfork.storage.load import LoadReport, load
+    from rfork.storage.no_init import no_init
+    from rfork.storage.save import save
     from rfork.wire import Rank
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "ForkReport": "rfork.fork.report",
+    "LoadReport": "rfork.storage.load",
     "Rank": "rfork.wire",
     "RforkError": "rfork.errors",
     "Settings": "rfork.settings",
+    "StorageSettings": "rfork.settings",
     "capture": "rfork.image.capture",
     "fork": "rfork.engines.torch",
+    "load": "rfork.storage.load",
+    "load_tensors": "rfork.storage.lazy",
+    "no_init": "rfork.storage.no_init",
+    "open": "rfork.storage.lazy",
+    "save": "rfork.storage.save",
     "seed": "rfork.engines.torch",
+    "tensors": "rfork.storage.lazy",
 }
 
-__all__ = ["ForkReport", "Rank", "RforkError", "Settings", "__version__", "capture", "fork", "seed"]
+__all__ = [
+    "ForkReport",
+    "LoadReport",
+    "Rank",
+    "RforkError",
+    "Settings",
+    "StorageSettings",
+    "__version__",
+    "capture",
+    "fork",
+    "load",
+    "load_tensors",
+    "no_init",
+    "open",
+    "save",
+    "seed",
+    "tensors",
+]
 
 
 def __getattr__(name: str) -> object:

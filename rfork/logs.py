@@ -15,8 +15,8 @@ import structlog
 from structlog.stdlib import BoundLogger
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-# What the servers rfork runs on say of each request or of their own start: rfork logs those itself.
-CHATTY = ("uvicorn", "httpx", "httpcore", "grpc", "asyncio")
+# What libraries say of each request or of their own start: rfork logs that itself; botocore's has signatures.
+CHATTY = ("uvicorn", "httpx", "httpcore", "grpc", "asyncio", "botocore", "boto3", "s3transfer", "urllib3")
 FIELDS = "rfork_fields"
 
 

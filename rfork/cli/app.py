@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from rfork import __version__
-from rfork.cli import doctor, drain, planner, pull, seed, status
+from rfork.cli import convert, doctor, drain, planner, pull, seed, snapshot, status
 from rfork.cli.console import out
 from rfork.cli.demo import command as demo
 
@@ -20,6 +20,8 @@ app = typer.Typer(
 app.command("planner")(planner.planner)
 app.command("seed")(seed.seed)
 app.command("pull")(pull.pull)
+app.add_typer(snapshot.app, name="snapshot")
+app.command("convert")(convert.convert)
 app.command("status")(status.status)
 app.command("drain")(drain.drain)
 app.command("doctor")(doctor.doctor)

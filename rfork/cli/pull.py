@@ -35,8 +35,17 @@ def pull(
     folder: FolderArgument,
     name: NameOption = None,
     planner: PlannerOption = None,
+    snapshot: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URI", help="Snapshot to read where nobody holds the image [env: RFORK_SNAPSHOT]"
+        ),
+    ] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder of safetensors files to fall back to when no source works.")
+        str | None,
+        typer.Option(
+            metavar="PATH_OR_URI", help="Folder of safetensors files to fall back to when no source works."
+        ),
     ] = None,
     generate: Annotated[
         str | None, typer.Option(metavar="PROMPT", help="Answer this prompt when forked.")
@@ -80,6 +89,7 @@ def pull(
             report = engine.fork(
                 module,
                 model=model_name(folder, name),
+                snapshot=snapshot,
                 checkpoint=checkpoint,
                 settings=chosen,
                 on_progress=show,

@@ -19,7 +19,7 @@ from rfork.image.capture import capture
 from rfork.peer.client import PeerClient
 from rfork.seed.holding import seal
 from rfork.seed.seed import Identity, Seed
-from rfork.settings import Settings
+from rfork.settings import Settings, StorageSettings
 from rfork.transport.choice import choose
 from rfork.wire import Rank
 
@@ -31,6 +31,7 @@ def fork(
     planner: str | None = None,
     rank: Rank | None = None,
     deadline: float | None = None,
+    snapshot: str | Path | None = None,
     checkpoint: str | Path | None = None,
     loader: Callable[[nn.Module], None] | None = None,
     exclude: Sequence[str] = (),
@@ -44,8 +45,9 @@ def fork(
     is that giving side, open until it is closed or the process ends. An engine that serves from here on
     tells it of each step (`Seed.serving`), so that forks of this instance do not slow it down.
 
-    What this instance could read by itself is, best first: the snapshot that the settings name,
-    `checkpoint` (a folder of safetensors files), and `loader(module)`. Where no instance holds the
+    What this instance could read by itself is, best first: `snapshot` (a file, or the folder that holds one
+    for each rank), else that which the settings name; `checkpoint` (safetensors files), and
+    `loader(module)`. Both are paths, or URIs of any storage. Where no instance holds the
     weights, the planner elects one of those that wait to read them, for all: this one may be it, and
     `ForkReport.storage_bytes` says what it read. A loader is run on the calling thread. With the
     setting `cold_start` ``own`` nobody is waited for. When nothing else works, or the deadline
@@ -58,11 +60,12 @@ def fork(
     module's content is then undefined. It is never half filled and returned as a success.
     """
     chosen = _settings(settings, planner=planner, deadline_s=deadline)
+    storage = options.load(StorageSettings)
     fallbacks = []
-    if chosen.snapshot is not None:
-        fallbacks.append(snapshot_fallback(chosen.snapshot, exclude))
+    if (named := snapshot or chosen.snapshot) is not None:
+        fallbacks.append(snapshot_fallback(named, exclude, rank, storage))
     if checkpoint is not None:
-        fallbacks.append(checkpoint_fallback(Path(checkpoint)))
+        fallbacks.append(checkpoint_fallback(checkpoint, storage))
     if loader is not None:
         fallbacks.append(loader_fallback(loader))
     return ForkSession(

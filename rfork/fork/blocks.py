@@ -1,8 +1,13 @@
 """Reads of storage on threads that can be left behind. Runs on the target.
 
-A read of a file may hang for ever: a network's disk whose server is gone cannot be interrupted. So files
-are read beside the image, on a daemon thread a chunk, and whoever wanted the bytes copies them. A thread
-that hangs holds its own scratch memory and nothing else.
+A read of a file may hang for ever: a network's disk whose server is gone cannot be interrupted. So storage
+is read beside the image, on daemon threads, and whoever wanted the bytes copies them. A thread that hangs
+holds its own scratch memory and nothing else.
+
+Each read of an object store takes a round trip before its first byte, and one connection carries only so
+much. So several are under way at once, and they go on to what will be wanted next while nobody waits yet:
+no more of them than bring their bytes soon, as they share one link, and whoever waits behind this instance
+waits for the first.
 """
 
 from __future__ import annotations
@@ -10,32 +15,78 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from rfork.errors import SourceGone
 from rfork.image.chunks import MIB
+from rfork.image.ranges import Range
+from rfork.settings import StorageSettings
 from rfork.storage.base import Storage
 
-BLOCK_BYTES = 4 * MIB
+BLOCK_BYTES: Final = 4 * MIB
 """One read: small enough for a copy that finds it in the cache, large enough for a disk's speed."""
-AHEAD = 2
-"""Blocks of a chunk in memory: one is copied while the next is read."""
+SOON_S: Final = 0.25
+"""As much is under way as comes in this time: more than any answer takes to begin."""
+LEAST: Final = 2
+"""Reads under way at the least: the next one's round trip is over when the bytes before it are there."""
+RESERVED: Final = 2
+"""Blocks of memory that are only for what somebody waits for."""
+NEWEST: Final = 0.2
+"""Weight of the newest block in the mean rate."""
+
+LookAhead = Callable[[], tuple[Sequence[Range], Sequence[Range]]]
+"""The ranges that are read now, or in a moment, and those that are read next, in their order."""
 
 
-class _Stream:
-    """The blocks of one range, between the thread that reads them and the one that wants them."""
+class _Rate:
+    """Bytes a second while anything is under way, the newest counting most."""
 
     def __init__(self) -> None:
-        self.full: deque[memoryview] = deque()
-        self.held = 0
+        self._bytes = 0.0
+        self._seconds = 0.0
+        self._since = 0.0
+
+    def began(self, now: float) -> None:
+        """Something is under way, and nothing was before."""
+        self._since = now
+
+    def arrived(self, now: float, nbytes: int) -> None:
+        """So many bytes came."""
+        self._bytes = (1 - NEWEST) * self._bytes + nbytes
+        self._seconds = (1 - NEWEST) * self._seconds + now - self._since
+        self._since = now
+
+    def bytes_in(self, seconds: float) -> float:
+        """The bytes that come in a time; 0 while nothing is known."""
+        return self._bytes / self._seconds * seconds if self._seconds else 0.0
+
+
+class _Run:
+    """One range: what of it was asked for, and what came and was not given yet."""
+
+    def __init__(self, storage: Storage, begin: int, end: int) -> None:
+        self.storage = storage
+        self.begin = begin
+        self.end = end
+        self.next = begin
+        self.ready: deque[tuple[int, memoryview]] = deque()
         self.over = False
         self.error: Exception | None = None
 
+    @property
+    def asked(self) -> bool:
+        """Whether nothing of it is left to ask for."""
+        return self.over or self.next >= self.end
+
 
 class Blocks:
-    """Reads ranges of one storage, block by block; thread-safe. `address` names it in errors."""
+    """Reads ranges of storage, block by block; thread-safe. `address` names it in errors.
 
-    def __init__(self, address: str) -> None:
+    As many blocks at once as `settings` has streams, in no more memory than it allows.
+    """
+
+    def __init__(self, address: str, settings: StorageSettings) -> None:
         self.advanced_at = time.monotonic()
         """When the last block came, or the first was asked for."""
         self.gave_at: float | None = None
@@ -43,13 +94,26 @@ class Blocks:
         self._address = address
         self._changed = threading.Condition()
         self._closed = False
-        self._wanted = 0
+        self._most = max(RESERVED + 1, min(settings.memory // BLOCK_BYTES, 2 * settings.streams + RESERVED))
+        self._streams = min(settings.streams, self._most)
+        self._threads = 0
+        self._reading = 0
+        self._rate = _Rate()
+        self._held = 0
+        self._wanted: list[_Run] = []
+        self._ahead: dict[Range, _Run] = {}
         self._spare: list[memoryview] = []
+
+    @property
+    def ahead_bytes(self) -> int:
+        """How far ahead reads go."""
+        return (self._most - RESERVED) * BLOCK_BYTES
 
     def close(self) -> None:
         """Whoever waits for a block is told at once that none will come."""
         with self._changed:
             self._closed = True
+            self._ahead.clear()
             self._changed.notify_all()
 
     def idle_s(self, now: float) -> float:
@@ -57,77 +121,151 @@ class Blocks:
         with self._changed:
             return max(0.0, now - self.advanced_at) if self._wanted else 0.0
 
-    def read(self, storage: Storage, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
-        """The bytes of image range `[begin, end)` in order: offsets and blocks, each good until the next.
+    def _expect(self, storage: Storage, taken: Sequence[Range], coming: Sequence[Range]) -> None:
+        """Read what comes next, as far as memory goes; what was expected before counts no more.
 
-        Raises what the storage raises, and SourceGone after `close`.
+        But what is `taken` stays, where it was expected: somebody is about to read it.
         """
-        stream = _Stream()
+        with self._changed:
+            before = self._ahead
+            self._ahead = {part: before[part] for part in taken if part in before}
+            left = self.ahead_bytes
+            for part in coming:
+                if left <= 0:
+                    break
+                self._ahead[part] = before.get(part) or _Run(storage, *part)
+                left -= part[1] - part[0]
+            for part, run in before.items():
+                if part not in self._ahead:
+                    self._end(run)
+            self._start()
+
+    def read(
+        self, storage: Storage, begin: int, end: int, look_ahead: LookAhead | None = None
+    ) -> Iterator[tuple[int, memoryview]]:
+        """The bytes of image range `[begin, end)` as they come: offsets and blocks, each good until the next.
+
+        `look_ahead` is called once this range is asked for; what it names next is read meanwhile. Raises
+        what the storage raises, and SourceGone after `close`.
+        """
         with self._changed:
             self._check_open()
             if not self._wanted:
                 self.advanced_at = time.monotonic()
-            self._wanted += 1
-        threading.Thread(
-            target=self._fill, args=(storage, stream, begin, end), name="rfork-storage", daemon=True
-        ).start()
+            run = self._ahead.pop((begin, end), None) or _Run(storage, begin, end)
+            self._wanted.append(run)
+            self._start()
+            self._changed.notify_all()
         try:
-            at = begin
-            while at < end:
-                scratch = self._next(stream)
-                block = scratch[: end - at]
-                yield at, block
-                at += block.nbytes
-                with self._changed:
-                    stream.held -= 1
-                    self._spare.append(scratch)
-                    self._changed.notify_all()
+            if look_ahead is not None:
+                self._expect(storage, *look_ahead())
+            left = end - begin
+            while left:
+                at, block = self._next(run)
+                try:
+                    yield at, block
+                finally:
+                    with self._changed:
+                        self._release(block)
+                left -= block.nbytes
         finally:
             with self._changed:
-                stream.over = True
-                self._wanted -= 1
-                self._changed.notify_all()
+                self._wanted.remove(run)
+                self._end(run)
 
-    def _next(self, stream: _Stream) -> memoryview:
+    def _next(self, run: _Run) -> tuple[int, memoryview]:
         with self._changed:
-            while not (stream.full or stream.error or self._closed):
+            while not (run.ready or run.error or self._closed):
                 self._changed.wait()
             self._check_open()
-            if stream.full:
-                return stream.full.popleft()
-            raise stream.error or SourceGone(f"{self._address}: is read no more")
+            if run.ready:
+                return run.ready.popleft()
+            raise run.error or SourceGone(f"{self._address}: is read no more")
 
     def _check_open(self) -> None:
         if self._closed:
             raise SourceGone(f"{self._address}: is read no more")
 
-    def _fill(self, storage: Storage, stream: _Stream, begin: int, end: int) -> None:
-        try:
-            for at in range(begin, end, BLOCK_BYTES):
-                scratch = self._scratch(stream, min(BLOCK_BYTES, end - begin))
-                if scratch is None:
-                    return
-                until = min(at + scratch.nbytes, end)
-                storage.read(at, until, [scratch[: until - at]])
-                with self._changed:
-                    stream.full.append(scratch)
-                    self.advanced_at = self.gave_at = time.monotonic()
-                    self._changed.notify_all()
-        except Exception as error:  # whatever it is, it is raised where the block is waited for
-            with self._changed:
-                stream.error = error
-                self._changed.notify_all()
+    # -- the caller holds the lock ---------------------------------------------------------------------
 
-    def _scratch(self, stream: _Stream, size: int) -> memoryview | None:
-        """Memory for one block, once there is room; None where nobody wants it any more."""
-        with self._changed:
-            while stream.held == AHEAD and not (stream.over or self._closed):
-                self._changed.wait()
-            if stream.over or self._closed:
+    def _start(self) -> None:
+        """Have as many threads as there is work for."""
+        runs = (*self._wanted, *self._ahead.values())
+        work = sum(-(-(run.end - run.next) // BLOCK_BYTES) for run in runs if not run.asked)
+        for _ in range(min(self._streams, self._threads + work) - self._threads):
+            self._threads += 1
+            threading.Thread(target=self._work, name="rfork-storage", daemon=True).start()
+
+    def _end(self, run: _Run) -> None:
+        run.over = True
+        while run.ready:
+            self._release(run.ready.popleft()[1])
+        self._changed.notify_all()
+
+    def _release(self, block: memoryview) -> None:
+        self._held -= 1
+        self._spare.append(block)
+        self._changed.notify_all()
+
+    def _take(self) -> tuple[_Run, int, memoryview] | None:
+        """The next block to read, and the memory for it; None: there is none. Waits until it may be read."""
+        while not self._closed:
+            wanted = next((run for run in self._wanted if not run.asked), None)
+            run = wanted or next((run for run in self._ahead.values() if not run.asked), None)
+            if run is None:
                 return None
-            stream.held += 1
-            while self._spare:
-                scratch = self._spare.pop()
-                if scratch.nbytes >= size:
-                    return scratch[:size]
+            size = min(BLOCK_BYTES, run.end - run.next)
+            depth = max(LEAST, min(self._streams, int(self._rate.bytes_in(SOON_S) / size)))
+            room = self._most if wanted else min(self._most - RESERVED, 2 * depth)
+            if self._reading < depth and self._held < room:
+                at, run.next = run.next, run.next + size
+                if not self._reading:
+                    self._rate.began(time.monotonic())
+                self._reading += 1
+                self._held += 1
+                return run, at, self._scratch(size)
+            self._changed.wait()
+        return None
+
+    def _scratch(self, size: int) -> memoryview:
+        while self._spare:
+            scratch = self._spare.pop()
+            whole = memoryview(scratch.obj)
+            if whole.nbytes >= size:
+                return whole[:size]
         return memoryview(bytearray(size))
+
+    # -- on threads of its own -------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    taken = self._take()
+                    if taken is None:
+                        self._threads -= 1
+                        return
+                self._fill(*taken)
+        except BaseException:
+            with self._changed:
+                self._threads -= 1
+            raise
+
+    def _fill(self, run: _Run, at: int, block: memoryview) -> None:
+        error: Exception | None = None
+        try:
+            run.storage.read(at, at + block.nbytes, [block])
+        except Exception as caught:  # whatever it is, it is raised where the block is waited for
+            error = caught
+        with self._changed:
+            self._reading -= 1
+            if error is None:
+                self.advanced_at = self.gave_at = now = time.monotonic()
+                self._rate.arrived(now, block.nbytes)
+            if error is None and not run.over:
+                run.ready.append((at, block))
+                self._changed.notify_all()
+                return
+            self._release(block)
+            if error is not None and not run.over:
+                run.error, run.next = error, run.end

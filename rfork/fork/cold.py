@@ -16,7 +16,7 @@ from typing import Self
 
 from torch import nn
 
-from rfork.errors import CheckpointError, StorageError
+from rfork.errors import CheckpointError, RforkError, StorageError
 from rfork.fields import StorageKind
 from rfork.fork.fallback import Derived, Fallback, load_clean
 from rfork.image.capture import capture
@@ -66,6 +66,8 @@ class Offers:
         """
         self.told: tuple[StorageOffer, ...] = ()
         """What was opened; nothing before `open`."""
+        self.reasons: list[RforkError] = []
+        """Why ways were left out."""
         self._ways = ways
         self._module = module
         self._image = image
@@ -95,6 +97,7 @@ class Offers:
                     storage = attempt.result(until) if attempt is not None else None
                 except (CheckpointError, StorageError) as error:
                     log.warning("not offered for a cold start", way=way.name, because=str(error))
+                    self.reasons.append(error)
                     continue
                 if storage is not None:
                     self._chunked[storage.kind, storage.uri] = storage

@@ -9,24 +9,32 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from rfork.errors import NothingLeft, RforkError, StorageError, UserError
-from rfork.fields import StorageKind
+from rfork.errors import NothingLeft, RforkError, SettingsError, UserError
+from rfork.fields import StorageKind, Text
 from rfork.image import ranges
 from rfork.image.capture import capture
 from rfork.image.memory import Image
 from rfork.logs import logger
+from rfork.settings import StorageSettings
 from rfork.storage.base import Storage
 from rfork.storage.checkpoint import Checkpoint
+from rfork.storage.location import Location
 from rfork.storage.pieces import CheckpointChunks, NotByteForByte
 from rfork.storage.snapshot import Snapshot
+from rfork.storage.snapshot_files import place_of
+from rfork.wire import Rank
 
 log = logger(__name__)
+_text: Final[TypeAdapter[str]] = TypeAdapter(Text)
 
 Loader = Callable[[nn.Module], None]
 OpenStorage = Callable[[nn.Module, Image, "Derived"], Storage | None]
@@ -49,25 +57,21 @@ class Fallback:
     open: OpenStorage | None = None
 
 
-def checkpoint_fallback(folder: Path) -> Fallback:
-    """Load a Hugging Face folder of safetensors files."""
+def checkpoint_fallback(uri: str | Path, settings: StorageSettings | None = None) -> Fallback:
+    """Load a checkpoint of safetensors files: a path, or any URI of storage. Raises SettingsError."""
+    told = _told(Location.parse(uri).uri)
+
+    def load(module: nn.Module) -> None:
+        Checkpoint.open(uri, settings).load_into(module)
 
     def chunks(module: nn.Module, image: Image, derived: Derived) -> Storage | None:
-        checkpoint = Checkpoint.open(folder)
-        checkpoint.check(module)
         try:
-            return CheckpointChunks.open(checkpoint, module, image, derived.kept)
+            return CheckpointChunks.open(Checkpoint.open(uri, settings), module, image, derived.kept)
         except NotByteForByte as error:
-            log.info("the checkpoint can only be loaded whole", folder=str(folder), because=str(error))
+            log.info("the checkpoint can only be loaded whole", checkpoint=told, because=str(error))
             return None
 
-    return Fallback(
-        f"checkpoint {folder}",
-        lambda module: Checkpoint.open(folder).load_into(module),
-        "checkpoint",
-        folder.resolve().as_uri(),
-        chunks,
-    )
+    return Fallback(f"checkpoint {uri if _is_path(uri) else told}", load, "checkpoint", told, chunks)
 
 
 def loader_fallback(loader: Loader) -> Fallback:
@@ -75,25 +79,30 @@ def loader_fallback(loader: Loader) -> Fallback:
     return Fallback("loader", loader)
 
 
-def snapshot_fallback(uri: str, exclude: Sequence[str] = ()) -> Fallback:
-    """Read a snapshot (``file:///…``), whose image leaves out what matches `exclude`; see `capture`."""
+def snapshot_fallback(
+    uri: str | Path,
+    exclude: Sequence[str] = (),
+    rank: Rank | None = None,
+    settings: StorageSettings | None = None,
+) -> Fallback:
+    """Read a snapshot, whose image leaves out what matches `exclude` (see `capture`).
+
+    `uri`, or path, is of its file, or of the folder that holds one for each rank. Raises SettingsError.
+    """
+    named = str(uri)
+    folder, name = place_of(named, rank)
+    # Of the file, whatever names it; and not with the query of a presigned URL, which is a secret.
+    told = _told(folder.child(name.partition("?")[0]).uri)
 
     def load(module: nn.Module) -> None:
         image = capture(module, exclude=exclude)
-        snapshot = Snapshot.open(uri, image.layout)
-        try:
-            for index, (begin, end) in enumerate(image.layout.chunks):
-                with image.writable(begin, end) as views:
-                    snapshot.read(begin, end, views)
-                if image.digest(index) != snapshot.manifest.digests[index]:
-                    raise StorageError(f"{uri}: chunk {index} does not match its digest")
-        finally:
-            snapshot.close()
+        with closing(Snapshot.open(named, image.layout, rank=rank, settings=settings)) as snapshot:
+            snapshot.fill(image)
 
     def chunks(module: nn.Module, image: Image, derived: Derived) -> Storage:
-        return Snapshot.open(uri, image.layout)
+        return Snapshot.open(named, image.layout, rank=rank, settings=settings)
 
-    return Fallback(f"snapshot {uri}", load, "snapshot", uri, chunks)
+    return Fallback(f"snapshot {told}", load, "snapshot", told, chunks)
 
 
 class Derived:
@@ -109,13 +118,13 @@ class Derived:
         self.kept: list[tuple[int, torch.Tensor]] = []
         self._regions: list[torch.Tensor] = []
         offset = 0
-        for region in image.regions:
-            begin, end = _span(region)
+        regions = image.regions
+        for index, (begin, length) in enumerate(zip(regions.addresses, regions.lengths, strict=True)):
             nearest = bisect_right(begins, begin) - 1
-            if nearest < 0 or loaded[nearest][1] < end:
-                self.kept.append((offset, region.clone()))
-                self._regions.append(region)
-            offset += region.numel()
+            if nearest < 0 or loaded[nearest][1] < begin + length:
+                self.kept.append((offset, regions[index].clone()))
+                self._regions.append(regions[index])
+            offset += length
 
     @property
     def nbytes(self) -> int:
@@ -155,6 +164,8 @@ def fall_back(
         try:
             load_clean(module, derived, way)
         except RforkError as error:
+            # A way that could not be offered is tried all the same, and mostly fails alike.
+            failures = [one for one in failures if (one.kind, str(one)) != (error.kind, str(error))]
             failures.append(error)
         else:
             return way
@@ -164,6 +175,19 @@ def fall_back(
         failures,
         hint="start a seed, or give a checkpoint folder to fall back to",
     )
+
+
+def _told(uri: str) -> str:
+    """A URI as it is told to the planner. Raises SettingsError where that would refuse it."""
+    try:
+        return _text.validate_python(uri)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"]
+        raise SettingsError(f"{uri[:200]!r} cannot be told to the planner: {why}") from None
+
+
+def _is_path(uri: str | Path) -> bool:
+    return isinstance(uri, Path) or "://" not in uri
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

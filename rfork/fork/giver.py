@@ -6,7 +6,7 @@ puller's workers read it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from rfork.errors import RforkError
@@ -87,6 +87,10 @@ class Listener(Protocol):
 
     def on_offer(self, feed: Giver, chunks: tuple[Range, ...]) -> None:
         """These chunks can be read from now on."""
+        ...
+
+    def upcoming(self, feed: Giver, count: int) -> tuple[Sequence[int], Sequence[int]]:
+        """The chunks that are read from the source now, and those, `count` at most, that are read next."""
         ...
 
     def on_failure(self, feed: Giver, error: RforkError) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rfork.errors import RforkError, SourceChanged, SourceGone
 from rfork.fork.deadline import Deadline
@@ -131,6 +131,13 @@ class Intake:
             if self.sources.find(feed.source_id) is feed:
                 self._schedule.offer(feed.source_id, chunks)
                 self._changed.notify_all()
+
+    def upcoming(self, feed: Giver, count: int) -> tuple[Sequence[int], Sequence[int]]:
+        """See `rfork.fork.giver.Listener`."""
+        with self._changed:
+            if self.sources.find(feed.source_id) is not feed:
+                return (), ()
+            return self._schedule.upcoming(feed.source_id, count)
 
     def on_failure(self, feed: Giver, error: RforkError) -> None:
         """See `rfork.fork.giver.Listener`."""

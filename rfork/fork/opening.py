@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rfork import settings as options
 from rfork.fork.cold import Offers
 from rfork.fork.deadline import Deadline
 from rfork.fork.feed import Feed
@@ -12,7 +13,7 @@ from rfork.fork.giver import Listener
 from rfork.fork.storage_feed import StorageFeed
 from rfork.image.memory import Image
 from rfork.peer.base import Dial
-from rfork.settings import Settings
+from rfork.settings import Settings, StorageSettings
 from rfork.transport.base import Transport
 from rfork.wire import Route, StorageRead
 
@@ -41,6 +42,7 @@ class Opening:
             self.image,
             listener,
             self.settings.storage_stall_s,
+            options.load(StorageSettings),
             instance_id=self.instance_id,
             host=self.settings.host,
         )

@@ -82,6 +82,16 @@ class Schedule:
         self._attempts[chunk] = self._attempts.get(chunk, 0) + 1
         return Read(source, chunk)
 
+    def upcoming(self, source_id: str, count: int) -> tuple[list[int], list[int]]:
+        """The chunks that are read from this source now, and the next `count` that `take` will give of it."""
+        waiting = (
+            chunk
+            for chunk in self._ready.get(source_id, ())
+            if self._assigned.get(chunk) == source_id and chunk not in self._in_flight
+        )
+        taken = [chunk for chunk, source in self._in_flight.items() if source == source_id]
+        return taken, heapq.nsmallest(count, set(waiting))
+
     def claim(self, source_id: str, chunks: Iterable[int]) -> None:
         """These are read from a source that no plan names, whatever plans say; not what is in flight."""
         for chunk in chunks:

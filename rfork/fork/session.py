@@ -247,7 +247,7 @@ class ForkSession:
                 with reporter.running(), self._watch.phase("transfer"):
                     puller.run()
             finally:
-                reasons.extend(puller.reasons)
+                reasons.extend((*offers.reasons, *puller.reasons))
 
     def _finish(
         self, outcome: Outcome, reasons: Sequence[BaseException], report: ForkReport | None = None

@@ -16,6 +16,8 @@ from rfork.fork.giver import Listener
 from rfork.image.digest import digest_bytes
 from rfork.image.host_memory import copy_block
 from rfork.image.memory import Image
+from rfork.image.ranges import Range
+from rfork.settings import StorageSettings
 from rfork.storage.base import Storage, name_of
 from rfork.wire import StorageRead
 
@@ -36,6 +38,7 @@ class StorageFeed:
         image: Image,
         listener: Listener,
         stall_s: float,
+        settings: StorageSettings,
         *,
         instance_id: str,
         host: str,
@@ -51,7 +54,7 @@ class StorageFeed:
         self._listener = listener
         self._stall_s = stall_s
         self._storage: Storage | None = None
-        self._blocks = Blocks(self.address)
+        self._blocks = Blocks(self.address, settings)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rfork-feed-storage", daemon=True)
 
@@ -71,11 +74,18 @@ class StorageFeed:
 
     def read(self, begin: int, end: int, deadline: float) -> None:
         """Fill image range `[begin, end)`. A disk that is slow is no reason to stop at the deadline."""
-        if self._storage is None:
+        storage = self._storage
+        if storage is None:
             raise SourceGone(f"{self.address}: is not read yet")
-        for at, block in self._blocks.read(self._storage, begin, end):
+        for at, block in self._blocks.read(storage, begin, end, self._look_ahead):
             with self._image.writable(at, at + block.nbytes) as views:
                 copy_block(block, views)
+
+    def _look_ahead(self) -> tuple[list[Range], list[Range]]:
+        """What is read of the storage now, and what is read next, as far as it is worth to look."""
+        chunks = self._image.layout.chunks
+        taken, coming = self._listener.upcoming(self, -(-self._blocks.ahead_bytes // chunks.chunk_size))
+        return [chunks[chunk] for chunk in taken], [chunks[chunk] for chunk in coming]
 
     def check(self, now: float, *, starved: bool) -> RforkError | None:
         """A read that gives nothing for so long hangs: somebody else has to read."""

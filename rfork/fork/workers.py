@@ -103,11 +103,15 @@ class Workers:
         patience = self._settings.stall_s + (end - begin) / self._settings.min_rate
         began = time.monotonic()
         feed.read(begin, end, min(began + patience, self._deadline.at))
-        feed.advanced_at = time.monotonic()
         with self._changed:
             self.bytes_read += end - begin
             before = self._pace.window
-            self._pace.arrived(end - begin, feed.advanced_at - began, self._schedule.beside(read))
+            beside = self._schedule.beside(read)
+            if isinstance(feed, StorageFeed):
+                # It reads ahead, so a chunk takes as long as it took since the one before.
+                began, beside = feed.advanced_at, 0
+            feed.advanced_at = time.monotonic()
+            self._pace.arrived(end - begin, feed.advanced_at - began, beside)
             if self._pace.window > before:
                 self._changed.notify_all()
         wanted = self._settings.verify or isinstance(feed, StorageFeed)

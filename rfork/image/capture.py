@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -21,12 +20,13 @@ from torch.nn.parameter import is_lazy
 from rfork.errors import UnsupportedTensor
 from rfork.image.layout import Layout
 from rfork.image.memory import Image
-from rfork.image.specs import TensorSpec
+from rfork.image.regions import Regions
+from rfork.image.specs import Kind, Specs
 from rfork.image.strides import contiguous_stride, span_of
-from rfork.image.walk import named_tensors
+from rfork.image.walk import PLAIN_TENSORS, named_tensors
 
 WIDEST_ALIGNMENT = 16
-DEVICES = frozenset({"cpu", "cuda"})
+NUMBERS = re.compile(r"([0-9]+)")
 
 
 def capture(module: nn.Module, *, exclude: Sequence[str] = ()) -> Image:
@@ -46,144 +46,165 @@ def capture(module: nn.Module, *, exclude: Sequence[str] = ()) -> Image:
     """
     # Parameter classes of engines override __torch_function__; only plain tensor properties are asked for.
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        tensors = {
-            name: tensor
-            for name, tensor in named_tensors(module).items()
-            if not any(fnmatchcase(name, pattern) for pattern in exclude)
-        }
+        tensors = named_tensors(module)
+        if exclude:
+            tensors = {
+                name: tensor
+                for name, tensor in tensors.items()
+                if not any(fnmatchcase(name, pattern) for pattern in exclude)
+            }
         return image_of(tensors)
 
 
 def image_of(tensors: Mapping[str, torch.Tensor]) -> Image:
     """The image of named tensors; as `capture`, for tensors that hang on no module."""
-    for name, tensor in tensors.items():
-        if reason := _why_not(tensor):
-            raise UnsupportedTensor(name, reason)
-    rank = {name: place for place, name in enumerate(sorted(tensors, key=natural))}
-    regions = sorted(_regions(tensors, rank), key=lambda region: (-region.alignment, rank[region.names[0]]))
-    specs: list[TensorSpec] = []
-    dtypes: dict[torch.dtype, str] = {}
-    offset = 0
-    for region in regions:
-        for name in region.names:
-            tensor = tensors[name]
-            specs.append(_spec(name, tensor, offset + tensor.data_ptr() - region.begin, dtypes))
-        offset += region.end - region.begin
-    specs += [_spec(name, tensor, 0, dtypes) for name, tensor in tensors.items() if tensor.numel() == 0]
-    specs.sort(key=lambda spec: (spec.offset, rank[spec.name]))
-    return Image(Layout(specs, offset), [_bytes_of(region, tensors) for region in regions])
+    # In columns: with an object a tensor, most of the time here would go to the garbage collector.
+    lengths = {name: _length(name, tensor) for name, tensor in tensors.items()}
+    names = sorted(tensors, key=natural)
+    ordered = [tensors[name] for name in names]
+    begins = [tensor.data_ptr() for tensor in ordered]
+    ends = [begin + lengths[name] for begin, name in zip(begins, names, strict=True)]
+    offsets = [0] * len(names)
+    storages: list[torch.UntypedStorage] = []
+    addresses: list[int] = []
+    sizes: list[int] = []
+    at = 0
+    for members in _regions(ordered, begins, ends):
+        if len(members) == 1:  # nearly always
+            first, begin, end = members[0], begins[members[0]], ends[members[0]]
+            offsets[first] = at
+            storages.append(ordered[first].untyped_storage())
+        else:
+            begin, end = min(begins[index] for index in members), max(ends[index] for index in members)
+            for index in members:
+                offsets[index] = at + begins[index] - begin
+            storages.append(_storage_of(begin, end, {names[index]: ordered[index] for index in members}))
+        addresses.append(begin)
+        sizes.append(end - begin)
+        at += end - begin
+    by_offset = sorted(range(len(names)), key=offsets.__getitem__)
+    kinds = _Kinds()
+    specs = Specs.of_columns(
+        [names[index] for index in by_offset],
+        [kinds.of(ordered[index]) for index in by_offset],
+        [offsets[index] for index in by_offset],
+    )
+    return Image(Layout(specs, at), Regions(storages, addresses, sizes))
 
 
 def natural(name: str) -> tuple[tuple[str | int, ...], str]:
     """The key that sorts numbers in names by value: ``layers.2`` before ``layers.10``."""
-    parts = re.split(r"([0-9]+)", name)
-    return tuple(int(part) if index % 2 else part for index, part in enumerate(parts)), name
+    parts: list[str | int] = NUMBERS.split(name)
+    parts[1::2] = map(int, parts[1::2])
+    return tuple(parts), name
 
 
 def alignment_of(itemsize: int, length: int) -> int:
     """The alignment, in bytes, of a region: the largest power of two that divides its length, at most
     the widest item's size (and at most 16). Regions sorted by it, widest first, need no padding.
     """
-    alignment = min(itemsize & -itemsize, WIDEST_ALIGNMENT)
-    while length % alignment:
-        alignment //= 2
-    return alignment
+    return min(itemsize & -itemsize, WIDEST_ALIGNMENT, length & -length)
 
 
-@dataclass(frozen=True, slots=True)
-class _Region:
-    """Memory `[begin, end)` of tensors whose bytes overlap; their names, naturally sorted."""
+def _regions(
+    tensors: Sequence[torch.Tensor], begins: Sequence[int], ends: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """The indices of each set of tensors that overlap in memory, ascending; the sets in image order.
 
-    begin: int
-    end: int
-    itemsize: int
-    names: tuple[str, ...]
-
-    @property
-    def alignment(self) -> int:
-        return alignment_of(self.itemsize, self.end - self.begin)
-
-
-def _regions(tensors: Mapping[str, torch.Tensor], rank: Mapping[str, int]) -> list[_Region]:
-    """One region for each set of tensors that overlap in memory; neighbours that only touch are two."""
-    placed: dict[torch.device, list[tuple[int, int, str]]] = {}
-    for name, tensor in tensors.items():
-        if length := _length(tensor):
-            begin = tensor.data_ptr()
-            placed.setdefault(tensor.device, []).append((begin, begin + length, name))
-    regions: list[_Region] = []
-    for spans in placed.values():
-        spans.sort()
-        first, reached = 0, spans[0][1]
-        for place, (begin, end, _) in enumerate(spans):
-            if begin >= reached:
-                regions.append(_region(spans[first:place], reached, tensors, rank))
+    Neighbours that only touch are two. Tensors of no bytes are in none.
+    """
+    placed: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if begins[index] < ends[index]:
+            placed.setdefault(tensor.device, []).append(index)
+    found: list[tuple[int, ...]] = []
+    for indices in placed.values():
+        indices.sort(key=begins.__getitem__)
+        first, reached = 0, ends[indices[0]]
+        for place, index in enumerate(indices):
+            if begins[index] >= reached:
+                found.append(
+                    (indices[place - 1],) if place - first == 1 else tuple(sorted(indices[first:place]))
+                )
                 first = place
-            reached = max(reached, end)
-        regions.append(_region(spans[first:], reached, tensors, rank))
-    return regions
+            reached = max(reached, ends[index])
+        found.append(tuple(sorted(indices[first:])))
+
+    def place_of(members: tuple[int, ...]) -> int:
+        """Widest alignment first, and among those of one by the first name."""
+        begin, end = begins[members[0]], ends[members[0]]
+        itemsize = tensors[members[0]].itemsize
+        if len(members) > 1:
+            begin, end = min(begins[index] for index in members), max(ends[index] for index in members)
+            itemsize = max(tensors[index].itemsize for index in members)
+        return members[0] - len(tensors) * alignment_of(itemsize, end - begin)
+
+    found.sort(key=place_of)
+    return found
 
 
-def _region(
-    spans: Sequence[tuple[int, int, str]],
-    end: int,
-    tensors: Mapping[str, torch.Tensor],
-    rank: Mapping[str, int],
-) -> _Region:
-    """The region of tensors (first and past last byte, name) that overlap, up to address `end`."""
-    if len(spans) == 1:  # nearly always
-        begin, _, name = spans[0]
-        return _Region(begin, end, tensors[name].itemsize, (name,))
-    names = sorted((name for _, _, name in spans), key=rank.__getitem__)
-    return _Region(spans[0][0], end, max(tensors[name].itemsize for name in names), tuple(names))
+def _storage_of(begin: int, end: int, tensors: Mapping[str, torch.Tensor]) -> torch.UntypedStorage:
+    """The storage that holds the memory `[begin, end)` of tensors that overlap."""
+    for tensor in tensors.values():
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() <= begin and end <= storage.data_ptr() + storage.nbytes():
+            return storage
+    first, *_, last = tensors
+    raise UnsupportedTensor(first, f"overlaps {last!r}, which lies in another storage")
 
 
-def _bytes_of(region: _Region, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The region's memory as a uint8 tensor that keeps its storage alive."""
-    for name in region.names:
-        storage = tensors[name].untyped_storage()
-        begin = region.begin - storage.data_ptr()
-        if begin >= 0 and region.end <= storage.data_ptr() + storage.nbytes():
-            memory = torch.empty(0, dtype=torch.uint8, device=tensors[name].device)
-            return memory.set_(storage, begin, (region.end - region.begin,), (1,))
-    raise UnsupportedTensor(region.names[0], f"overlaps {region.names[-1]!r}, which lies in another storage")
+class _Kinds:
+    """The kinds of tensors, each made once: their words cost more than all else here."""
+
+    def __init__(self) -> None:
+        self._contiguous: dict[tuple[torch.dtype, torch.Size], Kind] = {}
+
+    def of(self, tensor: torch.Tensor) -> Kind:
+        """The kind of one tensor."""
+        if not tensor.is_contiguous():
+            return _word(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride())
+        dtype, shape = tensor.dtype, tensor.shape
+        kind = self._contiguous.get((dtype, shape))
+        if kind is None:
+            # Strides of dimensions with one element mean nothing; two loaders may well disagree on them.
+            kind = _word(dtype), tuple(shape), contiguous_stride(shape)
+            self._contiguous[dtype, shape] = kind
+        return kind
 
 
-def _spec(name: str, tensor: torch.Tensor, offset: int, dtypes: dict[torch.dtype, str]) -> TensorSpec:
-    """`dtypes` keeps the words for types, which cost more than all else here."""
-    dtype = dtypes.get(tensor.dtype)
-    if dtype is None:
-        dtype = dtypes[tensor.dtype] = str(tensor.dtype).removeprefix("torch.")
-    shape = tuple(tensor.shape)
-    # Strides of dimensions with one element mean nothing; two loaders may well disagree on them.
-    stride = contiguous_stride(shape) if tensor.is_contiguous() else tuple(tensor.stride())
-    return TensorSpec(name, dtype, shape, stride, offset)
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _length(tensor: torch.Tensor) -> int:
-    """The bytes from its first element through its last; 0 when it has none."""
+def _length(name: str, tensor: torch.Tensor) -> int:
+    """The bytes from its first element through its last; 0 when it has none. Raises UnsupportedTensor."""
+    if reason := _why_not(tensor):
+        raise UnsupportedTensor(name, reason)
     if tensor.is_contiguous():
-        return tensor.nbytes
-    return span_of(tensor.shape, tensor.stride(), tensor.itemsize)
+        length: int = tensor.nbytes
+    else:
+        length = span_of(tensor.shape, tensor.stride(), tensor.itemsize)
+    held = tensor.untyped_storage().nbytes()
+    needed = tensor.storage_offset() * tensor.itemsize + length
+    if length and held < needed:
+        raise UnsupportedTensor(name, f"its storage has {held} bytes, it needs {needed}")
+    return length
 
 
 def _why_not(tensor: torch.Tensor) -> str | None:
     """Why a tensor cannot be carried, or None."""
-    if is_lazy(tensor):
+    if type(tensor) not in PLAIN_TENSORS and is_lazy(tensor):
         return "it is lazy and not initialised yet: run the module once"
     if isinstance(tensor, FakeTensor) or is_functorch_wrapped_tensor(tensor):
         return "it is a stand-in of a tracer or transform, without bytes"
     if tensor.is_nested:
         return "it is nested"
-    if tensor.layout != torch.strided:
+    if tensor.layout is not torch.strided:
         return f"its layout is {tensor.layout}, not strided"
-    if tensor.device.type not in DEVICES:
+    if not (tensor.is_cpu or tensor.is_cuda):
         return f"it lies on device {tensor.device}, not in CPU or CUDA memory"
     if tensor.is_quantized:
         return "it is a quantized wrapper: carry its integer values and scales instead"
     if tensor.is_conj() or tensor.is_neg():
         return "it is a conjugate or negative view: resolve it first (resolve_conj, resolve_neg)"
-    needed = tensor.storage_offset() * tensor.itemsize + _length(tensor)
-    if tensor.numel() and tensor.untyped_storage().nbytes() < needed:
-        return f"its storage has {tensor.untyped_storage().nbytes()} bytes, it needs {needed}"
     return None

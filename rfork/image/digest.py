@@ -66,6 +66,30 @@ def digest_bytes(pieces: Sequence[memoryview]) -> bytes:
     return _combine(length, leaves)
 
 
+class RunningDigest:
+    """The digest of a chunk that comes in pieces, one after the other: for whoever has no room for all of it.
+
+    Each piece but the last has a multiple of `LEAF_BYTES`.
+    """
+
+    def __init__(self) -> None:
+        self._leaves: list[bytes] = []
+        self._length = 0
+
+    def update(self, piece: memoryview) -> None:
+        """Append host bytes (format 'B'). Raises ValueError behind a piece that was no whole leaves."""
+        if self._length % LEAF_BYTES:
+            raise ValueError(f"only the last piece may have other than a multiple of {LEAF_BYTES} bytes")
+        self._leaves += [
+            xxhash.xxh3_128_digest(piece[low : low + LEAF_BYTES]) for low in range(0, len(piece), LEAF_BYTES)
+        ]
+        self._length += len(piece)
+
+    def digest(self) -> bytes:
+        """As `digest_bytes` of all pieces."""
+        return _combine(self._length, self._leaves)
+
+
 def digest_tensors(pieces: Sequence[torch.Tensor]) -> bytes:
     """The digest of a chunk whose bytes are these tensors (uint8, 1-D, one device), in order.
 

@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate
+from operator import attrgetter, itemgetter
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from rfork.image.digest import digest_bytes, digest_tensors
-from rfork.image.host_memory import advise_huge_pages, host_view
+from rfork.image.host_memory import HUGE_PAGE, advise_huge_pages, host_view
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
+from rfork.image.regions import CPU, Regions
 
 MOST_DIGEST_THREADS = 8
 """Past this many cores the memory bus is the limit of a manifest, not the hash."""
@@ -50,29 +52,27 @@ class Image:
 
     def __init__(self, layout: Layout, regions: Sequence[torch.Tensor]) -> None:
         self.layout = layout
-        self._regions = tuple(regions)  # keeps the storages, and so the addresses, alive
-        self._runs = _runs(regions)
-        self._segments = _segments(self._runs)
-        self._begins = [segment.begin for segment in self._segments]
-        held = sum(segment.length for segment in self._segments)
+        # Keeps the storages, and so the addresses, alive.
+        self._regions = regions if isinstance(regions, Regions) else Regions.of(regions)
+        self._runs = self._regions.joined()
+        *self._begins, held = accumulate(self._runs.lengths, initial=0)
         if held != layout.image_bytes:
             raise ValueError(f"the regions hold {held} bytes, the layout {layout.image_bytes}")
-        share: Counter[torch.device] = Counter()
-        for run in self._runs:
-            share[run.device] += run.numel()
-        self._device = share.most_common(1)[0][0] if share else torch.device("cpu")
+        self._device = _most(self._regions)
         self._streams = {
             device: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            for device in share
+            for device in self.devices
             if device.type == "cuda"
         }
         for device in self._streams:
             torch.cuda.synchronize(device)
-        # Made once, as making one costs more than hashing a small tensor.
-        self._views = [] if self._streams else [_view(run) for run in self._runs]
+        # Made once, as making one costs more than hashing a small tensor, and when they are wanted, as
+        # making all at once costs more than all else here.
+        self._views: list[memoryview | None] = [None] * len(self._runs)
+        self._memories: list[torch.Tensor | None] = [None] * len(self._runs)
 
     @property
-    def regions(self) -> tuple[torch.Tensor, ...]:
+    def regions(self) -> Regions:
         """The image's storages in image order: uint8 tensors, 1-D, over the tensors' own memory."""
         return self._regions
 
@@ -80,6 +80,11 @@ class Image:
     def device(self) -> torch.device:
         """Where most of the bytes lie; a module may keep others elsewhere."""
         return self._device
+
+    @property
+    def devices(self) -> frozenset[torch.device]:
+        """Where any of the bytes lie."""
+        return self._regions.devices
 
     def same_memory(self, other: Image) -> bool:
         """Whether the other image is these very bytes: one layout, over the same addresses."""
@@ -94,7 +99,8 @@ class Image:
         Costs O(log n + answer). Raises ValueError for a range outside the image.
         """
         first, stop = self._covering(begin, end)
-        found = self._segments[first:stop]
+        columns = self._begins, self._runs.addresses, self._runs.lengths
+        found = list(map(Segment, *(column[first:stop] for column in columns)))
         if found:
             address = found[0].address + begin - found[0].begin
             found[0] = Segment(begin, address, found[0].begin + found[0].length - begin)
@@ -102,8 +108,8 @@ class Image:
         return found
 
     def parts(self, begin: int, end: int) -> list[torch.Tensor]:
-        """The memory of image range `[begin, end)` in image order: uint8 tensors, 1-D, where the bytes lie."""
-        return self._cut(list(self._runs), begin, end)
+        """The memory of image range `[begin, end)` as uint8 tensors, 1-D, where it lies, in image order."""
+        return self._cut(self._memories, self._runs.memory, begin, end)
 
     def allocations(self) -> list[tuple[int, int]]:
         """The (address, length) areas that hold the image: few, sorted, disjoint.
@@ -114,10 +120,7 @@ class Image:
         """
         areas: list[tuple[int, int, int]] = []
         blocks = _device_blocks() if self._streams else []
-        for _, address, length, device in sorted(
-            ((*segment, run.device) for segment, run in zip(self._segments, self._runs, strict=True)),
-            key=lambda part: part[1],
-        ):
+        for address, length, device in sorted(self._lengths(), key=itemgetter(0)):
             block = bisect_right(blocks, address) if device.type == "cuda" else -1
             if areas and areas[-1][2] == block and address - areas[-1][1] < mmap.PAGESIZE:
                 areas[-1] = (areas[-1][0], max(areas[-1][1], address + length), block)
@@ -160,8 +163,8 @@ class Image:
         """
         begin, end = self.layout.chunks[chunk]
         if not self._streams:
-            return digest_bytes(self._cut(self._views, begin, end))
-        memories = self._cut(self._runs, begin, end)
+            return digest_bytes(self._cut(self._views, self._runs.view, begin, end))
+        memories = self.parts(begin, end)
         devices = {memory.device for memory in memories if memory.device.type != "cpu"}
         if not devices:
             return digest_bytes([_view(memory) for memory in memories])
@@ -190,10 +193,15 @@ class Image:
         in 4 KiB pages and at 4.5 GB/s in huge ones.
         """
         return sum(
-            advise_huge_pages(segment.address, segment.length)
-            for segment, run in zip(self._segments, self._runs, strict=True)
-            if run.device.type == "cpu"
+            advise_huge_pages(address, length)
+            for address, length, device in self._lengths()
+            if length >= HUGE_PAGE and device.type == "cpu"
         )
+
+    def _lengths(self) -> Iterator[tuple[int, int, torch.device]]:
+        """Address, length and device of each run."""
+        devices = map(attrgetter("device"), self._runs.storages)
+        return zip(self._runs.addresses, self._runs.lengths, devices, strict=True)
 
     def _covering(self, begin: int, end: int) -> tuple[int, int]:
         """The runs (first, stop) that hold image range `[begin, end)`."""
@@ -204,10 +212,16 @@ class Image:
             return 0, 0
         return bisect_right(self._begins, begin) - 1, bisect_left(self._begins, end)
 
-    def _cut(self, parts: list[_Part], begin: int, end: int) -> list[_Part]:
-        """Of `parts`, one a run, those of `[begin, end)`, the first and last cut to it."""
+    def _cut(
+        self, made: list[_Part | None], make: Callable[[int], _Part], begin: int, end: int
+    ) -> list[_Part]:
+        """Of one part a run, those of `[begin, end)`, the first and last cut to it; `made` keeps them."""
         first, stop = self._covering(begin, end)
-        found = parts[first:stop]
+        found: list[_Part] = []
+        for index, part in enumerate(made[first:stop], first):
+            if part is None:
+                part = made[index] = make(index)
+            found.append(part)
         if found:
             found[-1] = found[-1][: end - self._begins[stop - 1]]
             found[0] = found[0][begin - self._begins[first] :]
@@ -219,8 +233,8 @@ class Image:
         """Host views of a range; and of each part on a device, its tensor and the staging it is seen by."""
         if not self._streams:
             # Views of our own views: the caller may release what it is given.
-            return [view[:] for view in self._cut(self._views, begin, end)], []
-        memories = self._cut(self._runs, begin, end)
+            return [view[:] for view in self._cut(self._views, self._runs.view, begin, end)], []
+        memories = self.parts(begin, end)
         needed = sum(memory.numel() for memory in memories if memory.device.type != "cpu")
         staging = torch.empty(needed, dtype=torch.uint8, pin_memory=needed > 0)
         hosts: list[torch.Tensor] = []
@@ -239,40 +253,14 @@ class Image:
             self._streams[device].synchronize()
 
 
-def _runs(regions: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The regions, less empty ones; neighbours that also touch in memory are one.
-
-    On the CPU any two may be joined; on other devices those of one storage (one allocation), as only
-    those can be seen as one tensor.
-    """
-    groups: list[list[torch.Tensor]] = []
-    for memory in regions:
-        if memory.numel() == 0:
-            continue
-        if groups and _touch(groups[-1][-1], memory):
-            groups[-1].append(memory)
-        else:
-            groups.append([memory])
-    return [group[0] if len(group) == 1 else _joined(group) for group in groups]
-
-
-def _segments(runs: Sequence[torch.Tensor]) -> list[Segment]:
-    begins = accumulate((run.numel() for run in runs), initial=0)
-    return [Segment(begin, run.data_ptr(), run.numel()) for begin, run in zip(begins, runs, strict=False)]
-
-
-def _touch(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.device != other.device or one.data_ptr() + one.numel() != other.data_ptr():
-        return False
-    return one.device.type == "cpu" or one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _joined(group: list[torch.Tensor]) -> torch.Tensor:
-    """One tensor over the memory of several that touch; on the CPU it does not keep them alive."""
-    first, length = group[0], sum(memory.numel() for memory in group)
-    if first.device.type == "cpu":
-        return torch.frombuffer(host_view(first.data_ptr(), length), dtype=torch.uint8)
-    return first.as_strided((length,), (1,), first.storage_offset())
+def _most(regions: Regions) -> torch.device:
+    """The device that holds most bytes."""
+    if regions.devices <= {CPU}:  # or of no memory at all
+        return CPU
+    share: Counter[torch.device] = Counter()
+    for storage, length in zip(regions.storages, regions.lengths, strict=True):
+        share[storage.device] += length
+    return share.most_common(1)[0][0]
 
 
 def _view(memory: torch.Tensor) -> memoryview:

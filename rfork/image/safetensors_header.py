@@ -17,7 +17,7 @@ from json.encoder import encode_basestring_ascii as quoted
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from rfork.errors import StorageError
+from rfork.errors import CheckpointError, StorageCorrupt, StorageError
 from rfork.image.arena import dtype_of
 from rfork.image.layout import Layout
 from rfork.image.specs import TensorSpec
@@ -103,25 +103,26 @@ def _padded(metadata: Mapping[str, str], entries: Sequence[str]) -> bytes:
 def header_length(prefix: bytes) -> int:
     """The length of the whole header (where the data section starts), from a file's first 8 bytes.
 
-    Raises StorageError when they are not the start of a safetensors file.
+    Raises StorageCorrupt when they are not the start of a safetensors file.
     """
     if len(prefix) < 8:
-        raise StorageError(f"not a safetensors file: it has {len(prefix)} bytes")
+        raise StorageCorrupt(f"not a safetensors file: it has {len(prefix)} bytes")
     (length,) = struct.unpack_from("<Q", prefix)
     if not 2 <= length <= LONGEST_HEADER:
-        raise StorageError(f"not a safetensors file: a header of {length} bytes")
+        raise StorageCorrupt(f"not a safetensors file: a header of {length} bytes")
     return 8 + int(length)
 
 
 def layout_of(header: bytes) -> Layout:
-    """The layout that `header` was made of. Raises StorageError when it holds none, or is cut short."""
+    """The layout that `header` was made of. Raises CheckpointError when it holds none, StorageCorrupt when
+    it is cut short."""
     text = _metadata(header).get(LAYOUT_KEY)
     if not isinstance(text, str):
-        raise StorageError("a safetensors file, but not a snapshot of an image: it has no rfork.layout")
+        raise CheckpointError("a safetensors file, but not a snapshot of an image: it has no rfork.layout")
     try:
         image_bytes, specs = _layout_json.validate_json(text, strict=False)
     except ValidationError as error:
-        raise StorageError(f"the snapshot's layout cannot be read: {error.errors()[0]['msg']}") from None
+        raise StorageCorrupt(f"the snapshot's layout cannot be read: {error.errors()[0]['msg']}") from None
     return Layout((TensorSpec(*spec) for spec in specs), image_bytes)
 
 
@@ -134,11 +135,11 @@ def weights_id_of(header: bytes) -> str | None:
 def _metadata(header: bytes) -> dict[str, JsonValue]:
     length = header_length(header)
     if len(header) < length:
-        raise StorageError(f"the safetensors header is cut short: {len(header)} of {length} bytes")
+        raise StorageCorrupt(f"the safetensors header is cut short: {len(header)} of {length} bytes")
     try:
         entries = _header_json.validate_json(header[8:length])
     except ValidationError as error:
-        raise StorageError(f"the safetensors header cannot be read: {error.errors()[0]['msg']}") from None
+        raise StorageCorrupt(f"the safetensors header cannot be read: {error.errors()[0]['msg']}") from None
     metadata = entries.get("__metadata__")
     return metadata if isinstance(metadata, dict) else {}
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from operator import itemgetter
-from typing import NamedTuple, overload
+from typing import NamedTuple, Self, overload
 
 Kind = tuple[str, tuple[int, ...], tuple[int, ...]]
 """dtype, shape and stride: most of the tensors of a model are of few kinds."""
@@ -44,6 +44,15 @@ class Specs(Sequence[TensorSpec]):
         self._offsets: list[int] = []
         self._known: dict[Kind, Kind] = {}
         self.extend(specs)
+
+    @classmethod
+    def of_columns(cls, names: list[str], kinds: Sequence[Kind], offsets: list[int]) -> Self:
+        """Specs by their columns, all of one length; the lists are kept as they are."""
+        specs = cls()
+        specs._names = names
+        specs._kinds = [specs._known.setdefault(kind, kind) for kind in kinds]
+        specs._offsets = offsets
+        return specs
 
     def extend(self, specs: Iterable[TensorSpec]) -> None:
         """Add these at the end; only while the sequence is made."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import cast
 
 import torch
@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import TraceableWrapperSubclass, is_traceable_
 
 from rfork.errors import UnsupportedTensor
 
-Named = tuple[str, torch.Tensor]
-
 OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 """What nn.Module itself keeps on every module: registries and hooks."""
+PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
+PLAIN_VALUES = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+"""Types of most of what modules keep beside tensors."""
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -28,61 +29,70 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
     Raises UnsupportedTensor when two tensors have one name.
     """
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in _Walk(module).modules("", module):
-        if found.setdefault(name, tensor) is not tensor:
-            raise UnsupportedTensor(name, "another tensor has the same name")
-    return found
+    walk = _Walk(module)
+    walk.modules("", module)
+    return walk.found
 
 
 class _Walk:
-    """One traversal. Objects on the current path are not entered again, so cycles end."""
+    """One traversal. Objects on the current path are not entered again, so cycles end.
+
+    Tensors are kept as they are found, and plain ones take no further step: a model has tens of thousands.
+    """
 
     def __init__(self, root: nn.Module) -> None:
-        # nn.Module.modules() gives each registered module once, and knows cycles.
-        self._registered = {id(module) for module in root.modules()}
+        self.found: dict[str, torch.Tensor] = {}
+        self._registered = _registered(root)
         self._referred: set[int] = set()
         self._path: set[int] = set()
 
-    def modules(self, name: str, module: nn.Module) -> Iterator[Named]:
+    def modules(self, name: str, module: nn.Module) -> None:
         """The tensors of a registered module and of those registered below it."""
         if id(module) in self._path:
             return
         self._path.add(id(module))
+        prefix = f"{name}." if name else ""
         for registry in (module._parameters, module._buffers):
             for key, tensor in registry.items():
                 if tensor is not None:
-                    yield from self._tensor(_join(name, key), tensor)
-        for key, value in vars(module).items():
-            if key not in OWN_ATTRIBUTES:
-                yield from self._value(_join(name, key), value)
+                    self._tensor(prefix + key, tensor)
+        attributes = vars(module)
+        if own := attributes.keys() - OWN_ATTRIBUTES:
+            for key, value in attributes.items():
+                if key in own and type(value) not in PLAIN_VALUES:
+                    self._value(prefix + key, value)
         for key, child in module._modules.items():
             if child is not None:
-                yield from self.modules(_join(name, key), child)
+                self.modules(prefix + key, child)
         self._path.discard(id(module))
 
-    def _value(self, name: str, value: object) -> Iterator[Named]:
+    def _value(self, name: str, value: object) -> None:
         """The tensors in what somebody hung on a module or a tensor: anything at all."""
         if isinstance(value, torch.Tensor):
-            yield from self._tensor(name, value)
+            self._tensor(name, value)
         elif isinstance(value, nn.Module):
             if id(value) not in self._registered and id(value) not in self._referred:
                 self._referred.add(id(value))
-                yield from self.modules(name, value)
+                self.modules(name, value)
         elif isinstance(value, list | tuple):
-            yield from self._items(name, value, {str(index): item for index, item in enumerate(value)})
+            self._items(name, value, ((str(index), item) for index, item in enumerate(value)))
         elif isinstance(value, Mapping):
-            yield from self._items(name, value, dict(_named_items(value)))
+            self._items(name, value, _named_items(value))
 
-    def _items(self, name: str, container: object, items: Mapping[str, object]) -> Iterator[Named]:
+    def _items(self, name: str, container: object, items: Iterable[tuple[str, object]]) -> None:
         if id(container) in self._path:
             return
         self._path.add(id(container))
-        for key, item in items.items():
-            yield from self._value(_join(name, key), item)
+        for key, item in items:
+            if type(item) not in PLAIN_VALUES:
+                self._value(_join(name, key), item)
         self._path.discard(id(container))
 
-    def _tensor(self, name: str, tensor: torch.Tensor) -> Iterator[Named]:
+    def _tensor(self, name: str, tensor: torch.Tensor) -> None:
+        hung = vars(tensor)
+        if not hung and type(tensor) in PLAIN_TENSORS:
+            self._keep(name, tensor)
+            return
         if id(tensor) in self._path:
             return
         self._path.add(id(tensor))
@@ -91,12 +101,27 @@ class _Walk:
             # The wrapper has no bytes of its own.
             inner, _ = cast(TraceableWrapperSubclass, tensor).__tensor_flatten__()
             for key in inner:
-                yield from self._tensor(_join(name, key), getattr(tensor, key))
+                self._tensor(_join(name, key), getattr(tensor, key))
         else:
-            yield name, tensor
-        for key, value in vars(tensor).items():
-            yield from self._value(_join(name, key), value)
+            self._keep(name, tensor)
+        for key, value in hung.items():
+            self._value(_join(name, key), value)
         self._path.discard(id(tensor))
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        if self.found.setdefault(name, tensor) is not tensor:
+            raise UnsupportedTensor(name, "another tensor has the same name")
+
+
+def _registered(root: nn.Module) -> set[int]:
+    """Each module registered in the tree, as `nn.Module.modules` finds them, for a fraction of its time."""
+    found, left = {id(root)}, [root]
+    while left:
+        for child in left.pop()._modules.values():
+            if child is not None and id(child) not in found:
+                found.add(id(child))
+                left.append(child)
+    return found
 
 
 def _named_items(mapping: Mapping[object, object]) -> Iterator[tuple[str, object]]:

@@ -215,8 +215,9 @@ class Holding:
 def seal(image: Image) -> Manifest:
     """Digest an image that is whole, once no kernel writes it any more; logs how long it took."""
     began = time.monotonic()
-    for device in {region.device for region in image.regions if region.device.type == "cuda"}:
-        torch.cuda.synchronize(device)
+    for device in image.devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     manifest = image.manifest()
     log.info(
         "digested",

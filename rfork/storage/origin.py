@@ -4,78 +4,70 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
-from rfork.errors import StorageError
 from rfork.image import ranges
-from rfork.storage.attempt import Attempt
-from rfork.storage.checkpoint import INDEX
-from rfork.storage.files import DataFile
+from rfork.storage.blob import Blob, part
+from rfork.storage.safetensors_file import Shard
+from rfork.storage.safetensors_source import SafetensorsSource
+from rfork.storage.side_by_side import side_by_side
 
-ORIGIN_DOMAIN = b"rfork-origin-v2\n"
+ORIGIN_DOMAIN = b"rfork-origin-v3\n"
 WHOLE_BYTES = 64 << 10
 """A tensor up to this size is covered whole: norms and biases are what small edits change."""
 SAMPLE_BYTES = 4096
 READ_BYTES = 1 << 20
 THREADS = 16
+MOST_REMOTE_READS = 64
+"""Of a checkpoint that is not on this machine: each read is a request, and many instances send them."""
+
+_Sample = tuple[Blob, int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One file of a checkpoint: its header's bytes, and the data ranges of its tensors behind that."""
-
-    name: str
-    file: DataFile
-    head: bytes
-    tensors: tuple[ranges.Range, ...]
-
-
-def origin_of(folder: Path, shards: Sequence[Shard], computed: Iterable[tuple[int, memoryview]]) -> str:
+def origin_of(source: SafetensorsSource, computed: Iterable[tuple[int, memoryview]]) -> str:
     """A hash, as 32 hex digits, over
 
     - the index file;
     - of each shard its name, its size, its header, and of each tensor in it all bytes up to 64 KiB, of a
       larger one the first, the middle and the last 4 KiB;
+    - of a shard that is not on this machine also its version (an ETag), where it has one; of all its
+      tensors' bytes said above only 64 samples of 4 KiB, evenly spread over all shards;
     - `computed`: image offsets and bytes of what the module computed for itself.
 
+    Two instances that read the same objects agree in it, and so do two that have copies of the same files.
     Files that agree in it may still differ inside a large tensor: whoever goes on with chunks of another
     reader compares digests of those first. Raises StorageError.
     """
     state = hashlib.sha256(ORIGIN_DOMAIN)
 
-    def cover(part: bytes | memoryview) -> None:
-        state.update(len(part).to_bytes(8, "little"))
-        state.update(part)
+    def cover(told: bytes | memoryview) -> None:
+        state.update(len(told).to_bytes(8, "little"))
+        state.update(told)
 
-    try:
-        cover((folder / INDEX).read_bytes() if (folder / INDEX).is_file() else b"")
-    except OSError as error:
-        raise StorageError(f"{folder / INDEX}: {error.strerror or error}") from None
-    for shard in (ordered := sorted(shards, key=lambda shard: shard.name)):
-        cover(b"%s\n%d" % (shard.name.encode(), shard.file.size))
-        cover(shard.head)
+    cover(source.index)
+    ordered = sorted(source.shards, key=lambda shard: shard.name)
+    for shard in ordered:
+        # A file's own version is made of what another machine's copy has not: its number, and when it came.
+        version = (shard.blob.version or "") if source.remote else ""
+        cover(f"{shard.name}\n{shard.blob.size}\n{version}".encode())
+        cover(shard.head_digest)
+    samples = [sample for shard in ordered for sample in _samples(shard)]
+    if source.remote:
+        samples = _spread(samples, MOST_REMOTE_READS)
     # Side by side: on a network's disk each of these small reads costs a round trip.
-    # On threads that do not hold up the end of the process, should the disk hang.
-    pieces = [piece for shard in ordered for piece in _samples(shard)]
-    attempts = [
-        Attempt(str(folder), partial(_digests, pieces[turn::THREADS]), _forget) for turn in range(THREADS)
-    ]
-    for attempt in attempts:
-        for digest in attempt.result():
-            cover(digest)
+    for digest in side_by_side(source.uri, _digest, samples, THREADS):
+        cover(digest)
     for begin, memory in computed:
         cover(begin.to_bytes(8, "little"))
         cover(memory)
     return state.hexdigest()[:32]
 
 
-def _samples(shard: Shard) -> Iterator[tuple[DataFile, int, int]]:
+def _samples(shard: Shard) -> Iterator[_Sample]:
     """What is read of a shard: file ranges, those that touch as one."""
     parts: list[ranges.Range] = []
-    for begin, end in shard.tensors:
-        if end - begin <= WHOLE_BYTES:
+    for place in shard.places.values():
+        begin, end = place.offset, place.offset + place.nbytes
+        if place.nbytes <= WHOLE_BYTES:
             parts.append((begin, end))
         else:
             middle = (begin + end - SAMPLE_BYTES) // 2
@@ -86,12 +78,15 @@ def _samples(shard: Shard) -> Iterator[tuple[DataFile, int, int]]:
             ]
     for begin, end in ranges.normalise(parts):
         for at in range(begin, end, READ_BYTES):
-            yield shard.file, len(shard.head) + at, min(READ_BYTES, end - at)
+            yield shard.blob, at, min(READ_BYTES, end - at)
 
 
-def _digests(pieces: Sequence[tuple[DataFile, int, int]]) -> list[bytes]:
-    return [hashlib.sha256(file.part(offset, length)).digest() for file, offset, length in pieces]
+def _spread(samples: Sequence[_Sample], most: int) -> list[_Sample]:
+    """At most so many of them, cut short: the first, the last, and those at even distances between."""
+    if len(samples) > most:
+        samples = [samples[turn * (len(samples) - 1) // (most - 1)] for turn in range(most)]
+    return [(blob, at, min(length, SAMPLE_BYTES)) for blob, at, length in samples]
 
 
-def _forget(digests: Sequence[bytes]) -> None:
-    """Nobody waits for them any more."""
+def _digest(sample: _Sample) -> bytes:
+    return hashlib.sha256(part(*sample)).digest()

@@ -1,4 +1,4 @@
-"""A checkpoint folder as a source of chunks: which bytes of which file are which bytes of the image.
+"""A checkpoint as a source of chunks: which bytes of which file are which bytes of the image.
 
 That works where every stored tensor lies in the module as it does in its file: same type, same shape,
 contiguous. Where one has to be converted, the checkpoint can only be loaded as a whole. The bytes of
@@ -10,26 +10,25 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Self
 
 import torch
-from pydantic import JsonValue, TypeAdapter, ValidationError
 from torch import nn
 
 from rfork.errors import CheckpointError
 from rfork.fields import StorageKind
 from rfork.image import ranges
 from rfork.image.memory import Image
-from rfork.image.safetensors_header import DTYPES, header_length
+from rfork.storage.blob import Blob
 from rfork.storage.checkpoint import Checkpoint
-from rfork.storage.files import Cursor, DataFile
-from rfork.storage.origin import Shard, origin_of
-
-_header_json: TypeAdapter[dict[str, dict[str, JsonValue]]] = TypeAdapter(dict[str, dict[str, JsonValue]])
+from rfork.storage.files import Cursor
+from rfork.storage.fitting import fit
+from rfork.storage.module_state import state_of
+from rfork.storage.origin import origin_of
+from rfork.storage.safetensors_source import SafetensorsSource
 
 Computed = Sequence[tuple[int, torch.Tensor]]
 """Image offsets and bytes (uint8, 1-D) of what the module computed for itself."""
@@ -37,11 +36,11 @@ Computed = Sequence[tuple[int, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Image range `[begin, end)`: bytes of a file from `offset` on, or of `computed`."""
+    """Image range `[begin, end)`: bytes of a blob from `offset` on, or of `computed`."""
 
     begin: int
     end: int
-    source: DataFile | memoryview
+    source: Blob | memoryview
     offset: int
 
 
@@ -50,7 +49,7 @@ class NotByteForByte(CheckpointError):
 
 
 class CheckpointChunks:
-    """A checkpoint folder, any range of whose image can be read; see `rfork.storage.base.Storage`.
+    """A checkpoint, any range of whose image can be read; see `rfork.storage.base.Storage`.
 
     `origin` is that of `rfork.storage.origin.origin_of`.
     """
@@ -72,17 +71,11 @@ class CheckpointChunks:
         Raises CheckpointError (it does not fit the module), NotByteForByte or StorageError.
         """
         with ExitStack() as opened:
-            shards: dict[Path, _File] = {}
-            for path in checkpoint.shards:
-                file = DataFile(path)
-                opened.callback(file.close)
-                shards[path] = _File.open(file)
-            stored = list(_stored(checkpoint, shards, module, image))
+            source = opened.enter_context(closing(checkpoint.source()))
+            stored = list(_stored(source, module, image))
             pieces = _with_computed(_laid_out(stored), image.layout.image_bytes, computed)
-            origin = origin_of(
-                checkpoint.folder, [shard.shard for shard in shards.values()], _computed(pieces)
-            )
-            return cls(checkpoint.folder.resolve().as_uri(), origin, _merged(pieces), opened.pop_all())
+            origin = origin_of(source, _computed(pieces))
+            return cls(checkpoint.uri, origin, _merged(pieces), opened.pop_all())
 
     def read(self, begin: int, end: int, into: Sequence[memoryview]) -> None:
         """See `Storage.read`."""
@@ -93,7 +86,7 @@ class CheckpointChunks:
             until = min(piece.end, end)
             views = cursor.take(until - at)
             offset = piece.offset + at - piece.begin
-            if isinstance(piece.source, DataFile):
+            if not isinstance(piece.source, memoryview):
                 piece.source.read(offset, views)
             else:
                 for view in views:
@@ -106,65 +99,31 @@ class CheckpointChunks:
         self._files.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    """One shard, and what its header says of each tensor in it."""
-
-    shard: Shard
-    entries: dict[str, dict[str, JsonValue]]
-
-    @classmethod
-    def open(cls, file: DataFile) -> Self:
-        head = file.part(0, min(file.size, header_length(file.part(0, min(file.size, 8)))))
-        try:
-            entries = _header_json.validate_json(head[8:])
-        except ValidationError as error:
-            told = error.errors()[0]["msg"]
-            raise CheckpointError(f"{file.path}: its header cannot be read: {told}") from None
-        tensors: list[ranges.Range] = []
-        for entry in entries.values():
-            match entry.get("data_offsets"):
-                case [int(begin), int(end)] if 0 <= begin <= end <= file.size - len(head):
-                    tensors.append((begin, end))
-        return cls(Shard(file.path.name, file, head, tuple(tensors)), entries)
-
-
 def _computed(pieces: Sequence[Piece]) -> Iterator[tuple[int, memoryview]]:
     for piece in pieces:
         if isinstance(piece.source, memoryview):
             yield piece.begin, piece.source
 
 
-def _stored(
-    checkpoint: Checkpoint, shards: dict[Path, _File], module: nn.Module, image: Image
-) -> Iterator[Piece]:
+def _stored(source: SafetensorsSource, module: nn.Module, image: Image) -> Iterator[Piece]:
     """Each stored tensor that the image carries, in the order in which a loader would write them."""
-    state = module.state_dict(keep_vars=False)
-    places = _Places(image)
-    for path, names in checkpoint.shards.items():
-        file, head, entries = shards[path].shard.file, shards[path].shard.head, shards[path].entries
-        for name in names:
-            tensor = state.get(name)
-            if name not in entries or not isinstance(tensor, torch.Tensor):
-                raise CheckpointError(f"{path} and the model do not both hold {name}")
-            match entries[name]:
-                case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
-                    pass
-                case _:
-                    raise CheckpointError(f"{path}: the entry of {name} cannot be read")
-            if list(tensor.shape) != shape:
-                raise CheckpointError(
-                    f"{path}: {name} has shape {shape}, the model's is {list(tensor.shape)}"
-                )
-            if DTYPES.get(str(tensor.dtype).removeprefix("torch.")) != dtype:
-                raise NotByteForByte(f"{name} is {tensor.dtype} in the model and {dtype} in {path.name}")
-            if not tensor.is_contiguous():
-                raise NotByteForByte(f"{name} is not contiguous in the model")
-            if end - begin != tensor.nbytes or not 0 <= begin <= end <= file.size - len(head):
-                raise CheckpointError(f"{path}: {name} is not within the file")
-            at = places.find(tensor)
-            if at is not None and tensor.nbytes:
-                yield Piece(at, at + tensor.nbytes, file, len(head) + begin)
+    state = state_of(module)
+    fitting = fit(state, source)
+    fitting.require_all()
+    where = _Places(image)
+    for name in fitting.names:
+        place, tensor = source.places[name], state[name]
+        if tensor.shape != place.shape:
+            raise CheckpointError(
+                f"{source.uri}: {name} has shape {list(place.shape)}, the model's is {list(tensor.shape)}"
+            )
+        if tensor.dtype is not place.dtype:
+            raise NotByteForByte(f"{name} is {tensor.dtype} in the model and stored as {place.dtype}")
+        if not tensor.is_contiguous() or place.stride is not None:
+            raise NotByteForByte(f"{name} is not contiguous in the model")
+        at = where.find(tensor) if place.nbytes else None
+        if at is not None:
+            yield Piece(at, at + place.nbytes, place.blob, place.offset)
 
 
 class _Places:
@@ -221,7 +180,7 @@ def _merged(pieces: Sequence[Piece]) -> list[Piece]:
         last = merged[-1] if merged else None
         if (
             last is not None
-            and isinstance(piece.source, DataFile)
+            and not isinstance(piece.source, memoryview)
             and last.source is piece.source
             and last.offset + last.end - last.begin == piece.offset
         ):

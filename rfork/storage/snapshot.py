@@ -2,179 +2,154 @@
 
 Chunk ``[a, b)`` of the image is file range ``[header + a, header + b)``. The manifest lies in
 ``FILE.manifest.json``, so the weights_id is known, and each chunk can be told right from wrong, before
-anything is read. Runs on the target; `write_snapshot` wherever the weights are.
+anything is read. In the shared form the file is put together from chunks that other snapshots have too
+(`rfork.storage.snapshot_files`). Runs on the target; `rfork.storage.snapshot_writer` writes them.
 """
 
 from __future__ import annotations
 
-import os
-import uuid
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Literal, Self
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from rfork.errors import CheckpointError, StorageError
-from rfork.fields import HexId, StorageKind
+from rfork import settings as options
+from rfork.errors import CheckpointError, StorageCorrupt
+from rfork.fields import StorageKind
 from rfork.image.layout import Layout
-from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
-from rfork.image.safetensors_header import header, header_length, layout_of, weights_id_of
-from rfork.storage.files import MOST_BUFFERS, DataFile, path_of
-
-MANIFEST_SUFFIX = ".manifest.json"
-LONGEST_MANIFEST = 64 << 20
-
-
-class ManifestFile(BaseModel):
-    """The JSON file beside a snapshot."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    format: Literal["rfork-manifest-v1"] = "rfork-manifest-v1"
-    layout_id: HexId
-    weights_id: HexId
-    image_bytes: int = Field(ge=0)
-    digests: tuple[HexId, ...] = Field(description="one a chunk, in chunk order")
+from rfork.image.safetensors_header import layout_of
+from rfork.settings import StorageSettings
+from rfork.storage import reading
+from rfork.storage.reading import Extent
+from rfork.storage.shared_blob import MOST_OPEN, SharedBlob
+from rfork.storage.snapshot_files import SnapshotFiles, open_files, place_of
+from rfork.wire import Rank
 
 
 class Snapshot:
-    """A snapshot file of a layout; see `rfork.storage.base.Storage`."""
+    """A snapshot of a layout, in either form; see `rfork.storage.base.Storage`."""
 
     kind: StorageKind = "snapshot"
 
-    def __init__(self, uri: str, data: DataFile, begin: int, manifest: Manifest) -> None:
-        """`begin` is where the data section starts in the file."""
-        self.uri = uri
-        self.manifest = manifest
-        self.origin = manifest.weights_id
-        self._data = data
-        self._begin = begin
+    def __init__(self, files: SnapshotFiles, layout: Layout, settings: StorageSettings) -> None:
+        """Takes over `files`; raises StorageCorrupt where their manifest does not fit itself."""
+        self.uri = files.uri
+        self.told = files.told
+        self.manifest = files.told.manifest(layout)
+        self.origin = self.manifest.weights_id
+        self._data = files.data
+        self._begin = files.told.header_bytes
+        self._settings = settings
 
     @classmethod
-    def open(cls, uri: str, layout: Layout) -> Self:
-        """Open the snapshot at a ``file://`` URI for images of `layout`.
+    def open(
+        cls, uri: str, layout: Layout, *, rank: Rank | None = None, settings: StorageSettings | None = None
+    ) -> Self:
+        """Open the snapshot for images of `layout`: the file that `uri` names, or the rank's in that folder.
 
-        Raises SettingsError (no such kind of URI), CheckpointError (a snapshot of something else, or
-        without its manifest) or StorageError (it cannot be read, or is cut short).
+        Raises SettingsError (no such kind of URI), CheckpointError (a snapshot of something else, or a file
+        without a manifest), StorageMissing, StorageCorrupt (cut short, damaged, half replaced) and other
+        StorageErrors.
         """
-        path = path_of(uri)
-        data = DataFile(path)
+        chosen = settings or options.load(StorageSettings)
+        folder, name = place_of(uri, rank)
+        files = open_files(folder, name, chosen)
         try:
-            begin = header_length(data.part(0, 8)) if data.size >= 8 else header_length(b"")
-            head = data.part(0, begin)
-            difference = layout.first_difference(layout_of(head))
-            if difference is not None:
-                raise CheckpointError(f"{path} is of another layout; first difference: {difference}")
-            if data.size != begin + layout.image_bytes:
-                raise StorageError(
-                    f"{path} has {data.size} bytes, its header promises {begin + layout.image_bytes}"
-                )
-            manifest = _read_manifest(manifest_path(path), layout)
-            if weights_id_of(head) not in (None, manifest.weights_id):
-                raise CheckpointError(f"{path} and {manifest_path(path).name} are of different weights")
+            if files.told.layout_id != layout.layout_id:
+                difference = layout.first_difference(layout_of(files.head))
+                told = f"first difference: {difference}" if difference else "its manifest is of another still"
+                raise CheckpointError(f"{files.uri} is of another layout; {told}")
+            return cls(files, layout, chosen)
         except BaseException:
-            data.close()
+            files.data.close()
             raise
-        return cls(uri, data, begin, manifest)
 
     def read(self, begin: int, end: int, into: Sequence[memoryview]) -> None:
         """See `Storage.read`."""
         self._data.read(self._begin + begin, into)
 
+    def fill(
+        self,
+        image: Image,
+        *,
+        progress: Callable[[int], None] | None = None,
+        on_chunk: Callable[[int], None] | None = None,
+    ) -> None:
+        """Fill the whole image, each chunk verified as soon as it is there.
+
+        `progress` is told bytes as they come, one call at a time. `on_chunk` is told each chunk that is
+        verified, on the reading threads, several at once. A chunk that does not match its digest is read
+        once more; StorageCorrupt names it then. Raises other StorageErrors, and ValueError for an image of
+        another layout; the image's content is then undefined.
+        """
+        if image.layout.layout_id != self.manifest.layout.layout_id:
+            raise ValueError("the image is of another layout than the snapshot")
+        chunks = len(image.layout.chunks)
+        # As many at once as may be open: all of them but for a shared snapshot of a very large image.
+        step = MOST_OPEN if isinstance(self._data, SharedBlob) else max(1, chunks)
+        for first in range(0, chunks, step):
+            self._fill(image, range(first, min(first + step, chunks)), progress, on_chunk)
+
     def close(self) -> None:
         """See `Storage.close`."""
         self._data.close()
 
+    def _fill(
+        self,
+        image: Image,
+        chunks: range,
+        progress: Callable[[int], None] | None,
+        on_chunk: Callable[[int], None] | None,
+    ) -> None:
+        with self._extents(image, chunks) as placed:
+            owners = [chunk for chunk, _ in placed]
+            missing = Counter(owners)
+            lock = threading.Lock()
 
-def manifest_path(path: Path) -> Path:
-    """Where the manifest of the snapshot at `path` lies."""
-    return path.with_name(path.name + MANIFEST_SUFFIX)
+            def filled(index: int) -> None:
+                chunk = owners[index]
+                with lock:
+                    missing[chunk] -= 1
+                    if missing[chunk]:
+                        return
+                self._verify(image, chunk)
+                if on_chunk is not None:
+                    on_chunk(chunk)
 
+            extents = [extent for _, extent in placed]
+            reading.fill(extents, self._settings, on_filled=filled, progress=progress)
 
-def write_snapshot(
-    image: Image, manifest: Manifest, path: Path, progress: Callable[[int], None] | None = None
-) -> None:
-    """Write an image and its manifest; what lies at `path` is replaced once both are on the disk.
+    @contextmanager
+    def _extents(self, image: Image, chunks: range) -> Iterator[list[tuple[int, Extent]]]:
+        """The extents of these chunks, each with its chunk. In the shared form each chunk is a blob of its
+        own, so that the engine sees files and objects as they are."""
+        with ExitStack() as held:
+            placed: list[tuple[int, Extent]] = []
+            if not isinstance(self._data, SharedBlob):
+                blobs = [(self._data, self._begin + image.layout.chunks[chunk][0]) for chunk in chunks]
+            else:
+                places = [chunk + 1 for chunk in chunks]  # the first is the header
+                self._data.prepare(places, self._settings.streams)
+                blobs = [(held.enter_context(self._data.part(place)), 0) for place in places]
+            for chunk, (blob, at) in zip(chunks, blobs, strict=True):
+                for into in image.parts(*image.layout.chunks[chunk]):
+                    placed.append((chunk, Extent(blob, at, into)))
+                    at += into.numel()
+            yield placed
 
-    `progress` is told the bytes of each chunk written. Raises StorageError.
-    """
-    described = ManifestFile(
-        layout_id=image.layout.layout_id,
-        weights_id=manifest.weights_id,
-        image_bytes=image.layout.image_bytes,
-        digests=tuple(digest.hex() for digest in manifest.digests),
-    )
-    target, beside = _temporary(path), _temporary(manifest_path(path))
-    try:
-        try:
-            with target.open("wb", buffering=0) as file:
-                _write(file.fileno(), [memoryview(header(image.layout, manifest.weights_id))])
-                for begin, end in image.layout.chunks:
-                    with image.readable(begin, end) as views:
-                        _write(file.fileno(), views)
-                    if progress is not None:
-                        progress(end - begin)
-                os.fsync(file.fileno())
-            with beside.open("w", encoding="ascii") as text:
-                text.write(described.model_dump_json())
-                text.flush()
-                os.fsync(text.fileno())
-            target.replace(path)
-            beside.replace(manifest_path(path))
-            _settle(path.parent)
-        finally:
-            target.unlink(missing_ok=True)
-            beside.unlink(missing_ok=True)
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}") from None
-
-
-def _read_manifest(path: Path, layout: Layout) -> Manifest:
-    try:
-        if path.stat().st_size > LONGEST_MANIFEST:
-            raise StorageError(f"{path} is too long for a manifest")
-        text = path.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.name} is missing beside the snapshot {path.parent}") from None
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}") from None
-    try:
-        told = ManifestFile.model_validate_json(text)
-        manifest = Manifest(layout, tuple(bytes.fromhex(digest) for digest in told.digests))
-    except ValidationError as error:
-        raise CheckpointError(f"{path} is not a manifest: {error.errors()[0]['msg']}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} does not fit the snapshot: {error}") from None
-    if (told.layout_id, told.image_bytes) != (layout.layout_id, layout.image_bytes):
-        raise CheckpointError(f"{path} is of another layout than its snapshot")
-    if told.weights_id != manifest.weights_id:
-        raise CheckpointError(f"{path}: its digests do not hash to its weights_id")
-    return manifest
-
-
-def _temporary(path: Path) -> Path:
-    # Not by the process's number: on a shared folder two machines may write with one number.
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-
-
-def _settle(folder: Path) -> None:
-    """Have the folder's new names on the disk too."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write(descriptor: int, views: Sequence[memoryview]) -> None:
-    left = [view for view in views if view.nbytes]
-    first = 0
-    while first < len(left):
-        count = os.writev(descriptor, left[first : first + MOST_BUFFERS])
-        while first < len(left) and count >= left[first].nbytes:
-            count -= left[first].nbytes
-            first += 1
-        if count:
-            left[first] = left[first][count:]
+    def _verify(self, image: Image, chunk: int) -> None:
+        expected = self.manifest.digests[chunk]
+        if image.digest(chunk) == expected:
+            return
+        # What was wrong on its way is right the second time.
+        begin, end = image.layout.chunks[chunk]
+        with image.writable(begin, end) as views:
+            self.read(begin, end, views)
+        if image.digest(chunk) != expected:
+            span = f"bytes {self._begin + begin}-{self._begin + end}"
+            raise StorageCorrupt(
+                f"{self.uri}: chunk {chunk} ({span}) does not match its digest",
+                hint="`rfork snapshot verify` names all that is damaged; write the snapshot again",
+            )

@@ -8,6 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.processes import RedisServer
+from tests.s3_stores import s3_store as s3_store
+from tests.seaweed import s3 as s3
+from tests.seaweed import seaweed_server as seaweed_server
+from tests.seaweed import use_identity as use_identity
 
 
 @pytest.fixture

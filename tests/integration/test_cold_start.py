@@ -18,7 +18,7 @@ from rfork.engines.transformers import loaded_model
 from rfork.image.capture import capture
 from rfork.image.chunks import MIB
 from rfork.image.proof import image_sha256
-from rfork.storage.snapshot import write_snapshot
+from rfork.storage.snapshot_writer import write_snapshot
 from rfork.wire import source_kind
 from tests.conftest import StartRfork
 from tests.processes import RforkProcess

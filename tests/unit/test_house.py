@@ -111,7 +111,10 @@ def test_planner_knows_only_what_both_sides_share() -> None:
 
 def test_public_names() -> None:
     """These are the names that users of the package may rely on, and each of them is there."""
-    expected = ["ForkReport", "Rank", "RforkError", "Settings", "__version__", "capture", "fork", "seed"]
+    expected = [
+        "ForkReport", "LoadReport", "Rank", "RforkError", "Settings", "StorageSettings", "__version__",
+        "capture", "fork", "load", "load_tensors", "no_init", "open", "save", "seed", "tensors",
+    ]  # fmt: skip
     assert expected == rfork.__all__
     assert [] == [name for name in expected if getattr(rfork, name) is None]
 

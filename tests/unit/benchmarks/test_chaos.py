@@ -17,7 +17,7 @@ from benchmarks.chaos_judge import Census, Ending, Finding, Seen, Struck, judge,
 from benchmarks.chaos_tally import Tally
 from benchmarks.chaos_wire import ANSWER, COMMAND, Answer, Command, Look
 from benchmarks.fanout_wire import line
-from rfork.storage.files import DataFile
+from rfork.storage.files import LocalFile
 
 MIB = 1 << 20
 ROUND = Round(7, "seeds", 1, 3, 32, "memory", False, False, (Fault("kill", "relay", 0, 0.5, 0.1, None),))
@@ -282,10 +282,10 @@ def test_a_torn_file_ends_where_it_was_whole(tmp_path: Path) -> None:
 
 def test_a_disk_is_as_fast_again_after_a_fork(tmp_path: Path) -> None:
     """What slows the reads of a process down goes away with the fork."""
-    before = DataFile.read
+    before = LocalFile.read
     with chaos_disk.paced(1 << 30):
-        during = DataFile.read
-    assert (True, before) == (during is not before, DataFile.read)
+        during = LocalFile.read
+    assert (True, before) == (during is not before, LocalFile.read)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from rfork.image.memory import Image
 from rfork.image.ranges import Range
 from rfork.peer.memory import MemoryPeers
 from rfork.seed.seed import Identity, Seed
-from rfork.settings import Settings
+from rfork.settings import Settings, StorageSettings
 from rfork.storage.base import Storage, name_of
 from rfork.transport.memory import Faults, MemoryNetwork, MemoryTransport
 from rfork.wire import Lease, Placement, Plan, Route, Share, SourceFault, StorageRead
@@ -279,6 +279,7 @@ class Ways:
             self.image,
             listener,
             self.settings.storage_stall_s,
+            StorageSettings(),
             instance_id="target",
             host="node",
         )

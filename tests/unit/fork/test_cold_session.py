@@ -29,9 +29,9 @@ from rfork.peer.answers import PeerHost
 from rfork.peer.memory import MemoryPeer, MemoryService
 from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
-from rfork.storage.snapshot import write_snapshot
+from rfork.storage.snapshot_writer import write_snapshot
 from rfork.transport.memory import Faults, MemoryTransport
-from rfork.wire import Plan, StorageOffer, StorageRead
+from rfork.wire import Plan, Rank, StorageOffer, StorageRead
 from tests.unit.fork.fleet import NEVER_S, Fleet, Script, plan, route, settings
 from tests.unit.fork.planner import FakePlanner
 
@@ -151,6 +151,20 @@ def test_a_checkpoint_that_is_missing_is_not_offered(fleet: Fleet, tmp_path: Pat
     assert ([], "forked", 0) == (offers(planner), report.outcome, report.storage_bytes)
 
 
+def test_a_way_that_cannot_be_offered_is_told_in_the_report(
+    fleet: Fleet, checkpoint: Path, tmp_path: Path
+) -> None:
+    """The next way is read in its stead, and the report says why."""
+    planner = planning(NOBODY, elected("checkpoint", checkpoint.as_uri()))
+    ways = [snapshot_fallback(tmp_path / "nothing.safetensors"), checkpoint_fallback(checkpoint)]
+    report = forked(fleet, Model(1.0), planner, ways)
+    assert ("forked", report.image_bytes, ["StorageMissing"]) == (
+        report.outcome,
+        report.storage_bytes,
+        [reason.partition(":")[0] for reason in report.reasons],
+    )
+
+
 def test_whoever_reads_its_own_offers_nothing(fleet: Fleet, checkpoint: Path) -> None:
     """With `cold_start` own, the checkpoint is only the fallback that it always was."""
     planner, module = planning(plan(reason="nobody")), Model(1.0)
@@ -247,10 +261,33 @@ def test_a_rotten_snapshot_is_no_fallback(fleet: Fleet, tmp_path: Path) -> None:
     assert ("loader", True) == (report.fallback, bool((module.weight == 2.0).all()))
 
 
-def test_a_snapshot_uri_that_cannot_be_used_is_the_user_s(fleet: Fleet) -> None:
+@pytest.mark.parametrize(
+    ("uri", "told"),
+    [
+        pytest.param("ftp://host/model", "ftp://", id="kind"),
+        pytest.param("s3://bucket/" + "a" * 2048, "2048", id="length"),
+        pytest.param("s3://bucket/a\nb.safetensors", "told to the planner", id="letters"),
+    ],
+)
+def test_a_snapshot_uri_that_cannot_be_used_is_the_user_s(uri: str, told: str) -> None:
     """A setting that makes no sense ends the fork with a word on it, not with a silent fallback."""
-    with pytest.raises(SettingsError, match="s3://"):
-        forked(fleet, Model(1.0), planning(plan()), [snapshot_fallback("s3://bucket/model")])
+    with pytest.raises(SettingsError, match=told):
+        snapshot_fallback(uri)
+
+
+@pytest.mark.parametrize(
+    ("uri", "rank", "told"),
+    [
+        ("s3://bucket/model/", Rank(tp=1, tp_size=2), "s3://bucket/model/model-rank-001.safetensors"),
+        ("https://host/a%20b.safetensors?sig=secret", Rank(), "https://host/a%20b.safetensors"),
+        ("/models/x.safetensors", Rank(role="draft"), "file:///models/x.safetensors"),
+        ("/models/x", Rank(role="draft"), "file:///models/x/draft-rank-000.safetensors"),
+    ],
+)
+def test_a_snapshot_is_told_by_its_file(uri: str, rank: Rank, told: str) -> None:
+    """Each rank's own in a folder; what a presigned URL is signed with is told to nobody."""
+    way = snapshot_fallback(uri, rank=rank)
+    assert (told, f"snapshot {told}") == (way.uri, way.name)
 
 
 def test_an_offer_that_lasts_only_while_it_forks(fleet: Fleet, checkpoint: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -55,6 +55,9 @@ class Heard:
     def on_offer(self, feed: Giver, chunks: tuple[Range, ...]) -> None:
         self.offers.append(chunks)
         self.offered.set()
+
+    def upcoming(self, feed: Giver, count: int) -> tuple[Sequence[int], Sequence[int]]:
+        return (), ()
 
     def on_failure(self, feed: Giver, error: RforkError) -> None:
         self.failures.append(error)

@@ -274,3 +274,19 @@ def test_a_filled_schedule_is_complete() -> None:
     schedule.adopt({"a": [(0, 3)]})
     schedule.fill()
     assert (True, {}, None) == (schedule.complete, schedule.shares, schedule.take())
+
+
+def test_what_comes_next_from_a_source() -> None:
+    """Those in flight, and the lowest that wait: not what is verified, not offered, or given by another."""
+    schedule = Schedule(COUNT)
+    schedule.adopt({"a": [(0, 5)], "b": [(5, 6)]})
+    schedule.offer("a", [(0, 4), (5, 6)])
+    schedule.offer("b", [(0, COUNT)])
+    reads = [read for read in (schedule.take(), schedule.take(), schedule.take()) if read is not None]
+    schedule.verified(next(read for read in reads if read.chunk == 0))
+    assert (([1], [2, 3]), ([1], [2]), ([5], []), ([], [])) == (
+        schedule.upcoming("a", 9),
+        schedule.upcoming("a", 1),
+        schedule.upcoming("b", 9),
+        schedule.upcoming("c", 9),
+    )

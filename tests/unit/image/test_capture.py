@@ -41,6 +41,22 @@ def test_equal_modules_have_one_layout(recipe: Recipe) -> None:
     assert capture(build(recipe, 1)).layout == capture(build(recipe, 2)).layout
 
 
+def test_layout_of_a_module_is_stable_across_releases() -> None:
+    """Names, order and offsets of an image are part of the wire format: these values never change."""
+    base = torch.arange(24, dtype=torch.float32)
+    root = nn.Module()
+    root.layers = nn.ModuleList(nn.Linear(3, 2, dtype=torch.bfloat16) for _ in range(11))
+    root.norm = nn.BatchNorm1d(3)
+    root.register_buffer("columns", base[:12].view(3, 4).t())
+    root.register_buffer("some", base[6:14])
+    root.register_buffer("gaps", torch.zeros(9, dtype=torch.int8)[::2])
+    root.register_buffer("none", torch.zeros(0, 3))
+    root.tied = root.layers[10].weight
+    root.caches = [{"key": torch.zeros(5, dtype=torch.complex64)}, (torch.tensor(True),)]
+    layout = capture(root).layout
+    assert ("9c6cd44f4746b5de34874807e303481f", 338) == (layout.layout_id, layout.image_bytes)
+
+
 @settings(max_examples=150, deadline=None)
 @given(recipes)
 def test_copied_image_makes_every_tensor_equal(recipe: Recipe) -> None:

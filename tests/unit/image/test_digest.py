@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rfork.image import xxh3_device
-from rfork.image.digest import DIGEST_BYTES, LEAF_BYTES, digest_bytes, digest_tensors
+from rfork.image.digest import DIGEST_BYTES, LEAF_BYTES, RunningDigest, digest_bytes, digest_tensors
 
 BOUNDARIES = [0, 1, 3, 8, 16, 17, 128, 129, 239, 240, 241, 255, 256, 257, 1023, 1024, 1025,
               1087, 1088, 1089, 2047, 2048, 2049, LEAF_BYTES - 1, LEAF_BYTES, LEAF_BYTES + 1,
@@ -40,6 +40,19 @@ def test_both_ways_give_what_the_definition_says(length: int) -> None:
     expected = by_definition(bytes(host(data)))
     assert (expected, expected) == (digest_bytes([host(data)]), digest_tensors([data]))
     assert DIGEST_BYTES == len(expected)
+
+
+@pytest.mark.parametrize("length", BOUNDARIES)
+@pytest.mark.parametrize("step", [LEAF_BYTES, 2 * LEAF_BYTES])
+def test_a_digest_that_runs_along(length: int, step: int) -> None:
+    """Piece by piece it is that of the whole; behind a piece that is not whole leaves nothing may follow."""
+    data, state = bytes(host(noise(length))), RunningDigest()
+    for low in range(0, length, step):
+        state.update(memoryview(data)[low : low + step])
+    assert by_definition(data) == state.digest()
+    if length % LEAF_BYTES:
+        with pytest.raises(ValueError, match="only the last piece"):
+            state.update(memoryview(b"x"))
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,94 +1,167 @@
-"""Reading files by position."""
+"""Files of this machine as blobs, and a folder as their store."""
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from rfork.errors import SettingsError, StorageError
-from rfork.storage.files import MOST_BUFFERS, Cursor, DataFile, path_of
+from rfork.errors import (
+    SettingsError,
+    StorageChanged,
+    StorageDenied,
+    StorageError,
+    StorageFull,
+    StorageMissing,
+)
+from rfork.settings import StorageSettings
+from rfork.storage.blob import Entry, part
+from rfork.storage.files import Cursor, LocalFile, LocalStore
+from rfork.storage.kernel import MOST_BUFFERS
+from rfork.storage.location import Location
 
 NEVER_S = 60.0
 CONTENT = bytes(range(256)) * 20
+SETTINGS = StorageSettings()
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[DataFile]:
+def file(tmp_path: Path) -> Iterator[LocalFile]:
     """A file of 5120 bytes, open."""
     path = tmp_path / "data"
     path.write_bytes(CONTENT)
-    opened = DataFile(path)
+    opened = LocalFile(path, SETTINGS)
     yield opened
     opened.close()
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """A folder that is not there yet."""
+    return LocalStore(Location.parse(tmp_path / "weights"), SETTINGS)
+
+
+def put(store: LocalStore, name: str, content: bytes = b"abc", *, replace: bool = True) -> None:
+    """Write a whole blob."""
+    with store.write(name, replace=replace) as writer:
+        writer.write([memoryview(content)])
+
+
+def left_in(folder: Path) -> list[str]:
+    """Every file below a folder, temporary ones too."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def failing(number: int) -> Callable[..., int]:
+    """A call to the operating system that fails."""
+
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
 @pytest.mark.parametrize("sizes", [[10], [0, 3, 0, 7], [1] * (2 * MOST_BUFFERS + 3)])
-def test_a_read_fills_each_view(file: DataFile, sizes: list[int]) -> None:
+def test_a_read_fills_each_view(file: LocalFile, sizes: list[int]) -> None:
     """However many views there are, and of whatever sizes, they get the bytes in order."""
     views = [bytearray(size) for size in sizes]
     file.read(100, [memoryview(view) for view in views])
     assert CONTENT[100 : 100 + sum(sizes)] == b"".join(views)
 
 
-def test_a_file_that_ends_too_early(file: DataFile) -> None:
+@pytest.mark.parametrize("most", [1, 7, 100])
+def test_a_read_that_comes_in_parts(file: LocalFile, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may give less than it was asked for; what lacks is asked for again."""
+    preadv = os.preadv
+
+    def short(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        return preadv(descriptor, [views[0][:most]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    views = [bytearray(5), bytearray(30), bytearray(200)]
+    file.read(3, [memoryview(view) for view in views])
+    assert CONTENT[3:238] == b"".join(views)
+
+
+def test_a_file_that_ends_too_early(file: LocalFile) -> None:
     """Bytes that are not there are an error, and never zeros."""
     with pytest.raises(StorageError, match="ends at byte 5120"):
-        file.part(5000, 200)
+        part(file, 5000, 200)
 
 
-def test_a_file_that_is_written_to(file: DataFile) -> None:
-    """A file that somebody changes while it is read gives nothing more."""
-    with file.path.open("ab") as writing:
-        writing.write(b"more")
-    with pytest.raises(StorageError, match="written to"):
-        file.part(0, 10)
+@pytest.mark.parametrize("length", [0, 5000, 5121])
+def test_a_file_that_is_written_to(file: LocalFile, length: int) -> None:
+    """A file that somebody changes, cuts short or makes longer while it is read gives nothing more."""
+    os.truncate(file.path, length)
+    with pytest.raises(StorageChanged, match="written to"):
+        part(file, 0, 10)
 
 
-def test_a_file_that_is_replaced_is_read_as_it_was(file: DataFile) -> None:
+def test_a_file_that_is_replaced_is_read_as_it_was(file: LocalFile) -> None:
     """A new file under the old name does not get into the middle of a read."""
     other = file.path.with_name("other")
     other.write_bytes(b"new")
     other.replace(file.path)
-    assert CONTENT[:10] == file.part(0, 10)
+    assert CONTENT[:10] == part(file, 0, 10)
 
 
-def test_a_file_that_is_missing(tmp_path: Path) -> None:
-    """The error names the file."""
-    with pytest.raises(StorageError, match="nothing-here"):
-        DataFile(tmp_path / "nothing-here")
+def test_what_is_known_of_a_file(file: LocalFile) -> None:
+    """Its URI, its size, and a version that is another file's only if that is the same one."""
+    again = LocalFile(file.path, SETTINGS)
+    file.path.with_name("other").write_bytes(CONTENT)
+    other = LocalFile(file.path.with_name("other"), SETTINGS)
+    known = (file.uri, file.size, file.version == again.version, file.version == other.version)
+    again.close()
+    other.close()
+    assert (file.path.as_uri(), 5120, True, False) == known
 
 
-def test_a_cursor_cuts_views_where_it_must() -> None:
-    """Bytes are taken in order, across the ends of views."""
-    cursor = Cursor([memoryview(b"abc"), memoryview(b"de"), memoryview(b"f")])
-    assert [[b"ab"], [b"c", b"de"], [], [b"f"]] == [
-        [bytes(view) for view in cursor.take(count)] for count in (2, 3, 0, 1)
-    ]
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.ENOENT, StorageMissing),
+        (errno.EACCES, StorageDenied),
+        (errno.EPERM, StorageDenied),
+        (errno.EIO, StorageError),
+    ],
+)
+def test_a_file_that_cannot_be_opened(
+    tmp_path: Path, number: int, expected: type[StorageError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the file, and its kind says what is wrong."""
+    monkeypatch.setattr(os, "open", failing(number))
+    with pytest.raises(StorageError, match="some-file") as raised:
+        LocalFile(tmp_path / "some-file", SETTINGS)
+    assert expected is raised.type
 
 
-def test_a_file_uri() -> None:
-    """Escapes are undone."""
-    assert Path("/models/a b.safetensors") == path_of("file:///models/a%20b.safetensors")
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_what_is_no_file(tmp_path: Path, kind: str) -> None:
+    """A folder, or a pipe that nobody writes to, is told at once, and stays closed."""
+    path = tmp_path / "thing"
+    path.mkdir() if kind == "folder" else os.mkfifo(path)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StorageError, match="thing is no file"):
+        LocalFile(path, SETTINGS)
+    assert before == len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("uri", ["/models/x", "s3://bucket/x", "file://elsewhere/x", "file:x"])
-def test_other_uris_are_refused(uri: str) -> None:
-    """Only files of this machine."""
-    with pytest.raises(SettingsError):
-        path_of(uri)
+def test_a_disk_that_fails(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in mid-read names the file."""
+    monkeypatch.setattr(os, "preadv", failing(errno.EIO))
+    with pytest.raises(StorageError, match=r"data: Input/output error"):
+        part(file, 0, 10)
 
 
 def test_a_file_stays_open_until_its_last_read_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: LocalFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read that hangs, and is left behind, never sees another file under its descriptor."""
-    path = tmp_path / "data"
-    path.write_bytes(b"abc")
-    file, reads, go_on, got = DataFile(path), threading.Event(), threading.Event(), bytearray(3)
+    reads, go_on, got = threading.Event(), threading.Event(), bytearray(3)
     preadv = os.preadv
 
     def slow(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
@@ -97,13 +170,139 @@ def test_a_file_stays_open_until_its_last_read_is_over(
         return preadv(descriptor, views, offset)
 
     monkeypatch.setattr(os, "preadv", slow)
-    thread = threading.Thread(target=file.read, args=(0, [memoryview(got)]))
+    thread = threading.Thread(target=file.read, args=(1, [memoryview(got)]))
     thread.start()
     reads.wait(NEVER_S)
     file.close()
-    open_while_read = os.path.exists(f"/proc/self/fd/{file._descriptor}")
+    descriptor = f"/proc/self/fd/{file._descriptor}"
+    open_while_read = os.path.exists(descriptor)
     go_on.set()
     thread.join()
     with pytest.raises(StorageError, match="closed"):
-        file.part(0, 1)
-    assert (b"abc", True) == (bytes(got), open_while_read)
+        part(file, 0, 1)
+    assert (b"\1\2\3", True, False) == (bytes(got), open_while_read, os.path.exists(descriptor))
+
+
+def test_what_is_written_is_there(store: LocalStore, tmp_path: Path) -> None:
+    """A blob in folders that had to be made, in as many pieces as it likes, and nothing beside it."""
+    with store.write("a/b/data") as writer:
+        writer.write([memoryview(b"ab"), memoryview(b""), memoryview(b"c")])
+        writer.write([memoryview(b"d")] * (2 * MOST_BUFFERS + 1))
+        unseen = list(store.list())
+    blob = store.open("a/b/data")
+    content = part(blob, 0, blob.size)
+    blob.close()
+    assert ([], b"abc" + b"d" * (2 * MOST_BUFFERS + 1)) == (unseen, content)
+    assert ["weights/a/b/data"] == left_in(tmp_path)
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), OSError("mine"), KeyboardInterrupt("mine")])
+def test_a_writer_that_gives_up(store: LocalStore, tmp_path: Path, error: BaseException) -> None:
+    """An exception in the block is raised as it is; what was there stays, and nothing is left behind."""
+    put(store, "data", b"old")
+
+    def write_and_fail() -> None:
+        with store.write("data") as writer:
+            writer.write([memoryview(b"new")])
+            raise error
+
+    with pytest.raises(type(error), match="mine"):
+        write_and_fail()
+    assert (b"old", ["weights/data"]) == ((tmp_path / "weights/data").read_bytes(), left_in(tmp_path))
+
+
+@pytest.mark.parametrize("call", ["writev", "fsync", "replace"])
+@pytest.mark.parametrize(("number", "expected"), [(errno.ENOSPC, StorageFull), (errno.EDQUOT, StorageFull)])
+def test_no_room_is_left(
+    store: LocalStore,
+    tmp_path: Path,
+    call: str,
+    number: int,
+    expected: type[StorageError],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whichever step finds the disk full, the error says so by the blob's name, and nothing is left."""
+    monkeypatch.setattr(os, call, failing(number))
+    with pytest.raises(expected, match="weights/data"):
+        put(store, "data")
+    assert [] == left_in(tmp_path)
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize(("replace", "expected"), [(True, b"new"), (False, b"old")])
+def test_a_name_that_is_taken(
+    store: LocalStore,
+    tmp_path: Path,
+    links: bool,
+    replace: bool,
+    expected: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With `replace` False what is there stays, on file systems without links too; a free name is taken."""
+    if not links:
+        monkeypatch.setattr(os, "link", failing(errno.EPERM))
+    put(store, "taken", b"old", replace=replace)
+    put(store, "taken", b"new", replace=replace)
+    assert (expected, ["weights/taken"]) == ((tmp_path / "weights/taken").read_bytes(), left_in(tmp_path))
+
+
+def test_a_list_is_in_the_order_of_names(store: LocalStore, tmp_path: Path) -> None:
+    """All folders below, as object stores order them; without temporary files, pipes and links to nothing."""
+    for name in ("b", "a/z", "a-b", "a.b", "a/deep/er", ".hidden"):
+        put(store, name)
+    folder = tmp_path / "weights"
+    (folder / f".b.{'0' * 32}.tmp").write_bytes(b"half")
+    (folder / "nothing").symlink_to("nowhere")
+    (folder / "linked").symlink_to("b")
+    os.mkfifo(folder / "pipe")
+    names = [entry.name for entry in store.list()]
+    assert [".hidden", "a-b", "a.b", "a/deep/er", "a/z", "b", "linked"] == names
+
+
+@pytest.mark.parametrize(
+    ("prefix", "expected"),
+    [("a", ["a/x", "ab"]), ("a/", ["a/x"]), ("a/x", ["a/x"]), ("c", []), ("none/", []), ("b/y/none", [])],
+)
+def test_a_list_of_a_prefix(store: LocalStore, prefix: str, expected: list[str]) -> None:
+    """Names that begin so, whether a folder ends there or not; none at all is no error."""
+    for name in ("a/x", "ab", "b/y"):
+        put(store, name)
+    assert [Entry(name, 3) for name in expected] == list(store.list(prefix))
+
+
+def test_a_list_of_a_folder_that_is_missing(store: LocalStore) -> None:
+    """There is no folder to list, and that is said."""
+    with pytest.raises(StorageMissing, match="weights"):
+        list(store.list())
+
+
+def test_a_blob_that_is_removed(store: LocalStore, tmp_path: Path) -> None:
+    """It is gone, and removing it again is no error, nor what never was."""
+    put(store, "a/data")
+    for name in ("a/data", "a/data", "none/data", "none"):
+        store.remove(name)
+    with pytest.raises(StorageMissing, match="a/data"):
+        store.open("a/data")
+    assert [] == left_in(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "../outside", "a/../../outside"])
+def test_names_outside_the_folder(store: LocalStore, name: str) -> None:
+    """A name, which an index file may have given, never leads out of the folder."""
+    with pytest.raises(SettingsError, match="names no file within"):
+        store.open(name)
+    with pytest.raises(SettingsError, match="names no file within"):
+        put(store, name)
+
+
+def test_where_a_store_is(store: LocalStore, tmp_path: Path) -> None:
+    """Its URI ends with a slash, however it was written."""
+    assert f"{(tmp_path / 'weights').as_uri()}/" == store.uri
+
+
+def test_a_cursor_cuts_views_where_it_must() -> None:
+    """Bytes are taken in order, across the ends of views."""
+    cursor = Cursor([memoryview(b"abc"), memoryview(b"de"), memoryview(b"f")])
+    assert [[b"ab"], [b"c", b"de"], [], [b"f"]] == [
+        [bytes(view) for view in cursor.take(count)] for count in (2, 3, 0, 1)
+    ]

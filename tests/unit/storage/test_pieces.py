@@ -16,7 +16,8 @@ from rfork.errors import CheckpointError, StorageError
 from rfork.fork.fallback import Derived
 from rfork.image.capture import capture
 from rfork.image.memory import Image
-from rfork.storage.checkpoint import INDEX, SINGLE, Checkpoint
+from rfork.storage.checkpoint import Checkpoint
+from rfork.storage.formats import INDEX, SINGLE
 from rfork.storage.pieces import CheckpointChunks, NotByteForByte
 
 ROOM = 400_000
@@ -169,7 +170,7 @@ def test_a_shard_that_is_cut_short(tmp_path: Path) -> None:
     checkpoint = single(tmp_path, state())
     path = tmp_path / SINGLE
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises((CheckpointError, StorageError), match="not within the file"):
+    with pytest.raises((CheckpointError, StorageError), match="it is cut short"):
         opened(checkpoint, Model())
 
 

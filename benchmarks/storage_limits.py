@@ -1,0 +1,188 @@
+"""What the media allow, for `benchmarks.storage`: no tensors, and the fewest calls that move the bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import mmap
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+
+from benchmarks.storage_case import Contender, Load, Target
+from benchmarks.storage_image import Tensors
+from rfork.errors import RforkError
+
+BLOCK_BYTES = 16 << 20
+JOBS, DEPTH = 4, 2
+COPIERS, CONNECTIONS = 2, 8
+FIO, OWN = "limit: fio, O_DIRECT", "limit: own O_DIRECT reader (no fio here)"
+
+Part = tuple[Path, int, int]
+"""A file, and the range of it from one offset to another."""
+
+
+def contenders() -> list[Contender]:
+    """Those that run as loaders do; the disk's limit is `disk`."""
+    return [
+        Contender("limit: preadv", preadv, "limit", media=("warm",), raw=True, quick=True),
+        Contender("limit: memcpy", memcpy, "shown", media=("warm",), raw=True),
+        Contender("limit: ranged GETs", ranged, "limit", media=("s3",), raw=True, quick=True),
+    ]
+
+
+def disk_name() -> str:
+    """The name of the disk's limit: fio's where it is installed."""
+    return FIO if shutil.which("fio") else OWN
+
+
+def disk(paths: Sequence[Path]) -> tuple[float, int]:
+    """Read files past the page cache, four readers at once: seconds, and bytes that were read."""
+    parts = list(quarters(paths))
+    return _fio(parts) if shutil.which("fio") else _direct(parts)
+
+
+def quarters(paths: Sequence[Path]) -> Iterator[Part]:
+    """The files in JOBS parts, of whole blocks: one file is cut, several are a part each."""
+    each = -(-JOBS // len(paths))
+    for path in paths:
+        blocks = path.stat().st_size // BLOCK_BYTES
+        for part in range(each):
+            begin, end = (blocks * index // each * BLOCK_BYTES for index in (part, part + 1))
+            if end > begin:
+                yield path, begin, end
+
+
+def preadv(target: Target) -> Load:
+    """Two threads, out of the page cache."""
+    paths = {path.name: path for path in target.stored.safetensors}
+
+    def read(name: str, offset: int, view: memoryview) -> None:
+        descriptor = os.open(paths[name], os.O_RDONLY)
+        try:
+            done = os.preadv(descriptor, [view], offset)
+        finally:
+            os.close(descriptor)
+        if done != len(view):
+            raise RforkError(f"{name} ended too early")
+
+    return _blockwise(target, COPIERS, lambda: read)
+
+
+def memcpy(target: Target) -> Load:
+    """Two threads, out of this process's own memory."""
+    own = {
+        path.name: torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+        for path in target.stored.safetensors
+    }
+
+    def copy(name: str, offset: int, view: memoryview) -> None:
+        into = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        ctypes.memmove(into, own[name].data_ptr() + offset, len(view))
+
+    return _blockwise(target, COPIERS, lambda: copy)
+
+
+def ranged(target: Target) -> Load:
+    """HTTP range requests on presigned URLs over eight bare connections, received where the bytes belong."""
+    if target.bucket is None:
+        raise RforkError("there is no bucket to read")
+    urls = {name: urlsplit(url) for name, url in target.bucket.presigned.items()}
+
+    def connect() -> Callable[[str, int, memoryview], None]:
+        first = next(iter(urls.values()))
+        connection = socket.create_connection((first.hostname or "", first.port or 80))
+
+        def get(name: str, offset: int, view: memoryview) -> None:
+            url = urls[name]
+            connection.sendall(
+                f"GET {url.path}?{url.query} HTTP/1.1\r\nHost: {url.netloc}\r\n"
+                f"Range: bytes={offset}-{offset + len(view) - 1}\r\n\r\n".encode()
+            )
+            head = b""
+            while b"\r\n\r\n" not in head:
+                more = connection.recv(1 << 16)
+                if not more:
+                    raise RforkError("the server hung up")
+                head += more
+            head, _, begun = head.partition(b"\r\n\r\n")
+            if b" 206 " not in head.partition(b"\r\n")[0]:
+                raise RforkError(head.partition(b"\r\n")[0].decode("latin-1"))
+            view[: len(begun)] = begun
+            rest = view[len(begun) :]
+            if len(rest) and connection.recv_into(rest, len(rest), socket.MSG_WAITALL) != len(rest):
+                raise RforkError("the server hung up")
+
+        return get
+
+    return _blockwise(target, CONNECTIONS, connect)
+
+
+def _blockwise(
+    target: Target, threads: int, start: Callable[[], Callable[[str, int, memoryview], None]]
+) -> Load:
+    """All files block by block: `start` gives each thread its own `read(name, offset, view)`."""
+    sizes = {path.name: path.stat().st_size for path in target.stored.safetensors}
+    blocks = [(name, offset) for name, size in sizes.items() for offset in range(0, size, BLOCK_BYTES)]
+
+    def run() -> Tensors:
+        files = target.into or {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
+        views = {name: tensor.numpy().data for name, tensor in files.items()}
+        order = iter(blocks)  # one step of an iterator is atomic
+
+        def work(_: int) -> None:
+            read = start()
+            for name, offset in order:
+                read(name, offset, views[name][offset : offset + BLOCK_BYTES])
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work, range(threads)))
+        return files
+
+    return run
+
+
+def _fio(parts: Sequence[Part]) -> tuple[float, int]:
+    jobs = itertools.chain.from_iterable(
+        [f"--name=part{index}", f"--filename={path}", f"--offset={begin}", f"--size={end - begin}"]
+        for index, (path, begin, end) in enumerate(parts)
+    )
+    done = subprocess.run(
+        [
+            "fio", "--output-format=json", "--readonly", "--thread", "--rw=read", "--direct=1",
+            "--ioengine=libaio", f"--iodepth={DEPTH}", f"--bs={BLOCK_BYTES}", "--group_reporting", *jobs,
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RforkError(f"fio failed: {done.stderr.strip().splitlines()[-1:]}")
+    read = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["read"]
+    return int(read["runtime"]) / 1e3, int(read["io_bytes"])
+
+
+def _direct(parts: Sequence[Part]) -> tuple[float, int]:
+    def read(part: Part) -> None:
+        path, begin, end = part
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            with mmap.mmap(-1, BLOCK_BYTES) as block:
+                block.madvise(mmap.MADV_HUGEPAGE)
+                for offset in range(begin, end, BLOCK_BYTES):
+                    if os.preadv(descriptor, [block], offset) != BLOCK_BYTES:
+                        raise RforkError(f"{path.name} ended too early")
+        finally:
+            os.close(descriptor)
+
+    with ThreadPoolExecutor(JOBS) as pool:
+        began = time.perf_counter()
+        list(pool.map(read, parts))
+        return time.perf_counter() - began, sum(end - begin for _, begin, end in parts)

@@ -1,0 +1,88 @@
+"""Memory of the process that loads: what its peak was, and that every byte it got is really there."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import mmap
+import resource
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+STATUS, MAPS, CLEAR_REFS = (Path("/proc/self") / name for name in ("status", "maps", "clear_refs"))
+RESET_PEAK = "5"
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory now (VmRSS)."""
+    return _status("VmRSS")
+
+
+def peak_resident() -> int:
+    """The most of them since `reset_peak` (VmHWM)."""
+    return _status("VmHWM")
+
+
+def reset_peak() -> None:
+    """Let the peak begin at what is in memory now."""
+    CLEAR_REFS.write_text(RESET_PEAK)
+
+
+def cpu_seconds() -> float:
+    """Processor time, user and system, of this process and of the children that it waited for."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def touch(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Read one byte of every page of every tensor, so that what was only mapped is read by then."""
+    total = 0
+    for begin, end in spans((tensor.data_ptr(), tensor.nbytes) for tensor in tensors.values()):
+        pages = (ctypes.c_uint8 * (end - begin)).from_address(begin)
+        total += int(np.frombuffer(memoryview(pages).cast("B"), dtype=np.uint8)[:: mmap.PAGESIZE].sum())
+    return total
+
+
+def spans(areas: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Runs of whole pages, as begin and end, that cover these areas (address, length), and no other page."""
+    page = mmap.PAGESIZE
+    begin = end = 0
+    for address, length in sorted(areas):
+        if not length:
+            continue
+        first, last = address - address % page, -(-(address + length) // page) * page
+        if begin != end and first > end:
+            yield begin, end
+            begin = end = 0
+        if begin == end:
+            begin, end = first, last
+        else:
+            end = max(end, last)
+    if begin != end:
+        yield begin, end
+
+
+def are_mapped(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether any of them lies in a mapped file, not in memory of this process's own."""
+    begins, ends = [], []
+    for line in MAPS.read_text().splitlines():
+        area, _, _, _, inode, *_ = line.split()
+        if int(inode):
+            begin, end = (int(address, 16) for address in area.split("-"))
+            begins.append(begin)
+            ends.append(end)
+    for tensor in tensors.values():
+        index = bisect.bisect_right(begins, tensor.data_ptr()) - 1
+        if index >= 0 and tensor.data_ptr() < ends[index]:
+            return True
+    return False
+
+
+def _status(field: str) -> int:
+    for line in STATUS.read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) << 10
+    raise KeyError(field)

@@ -1,0 +1,120 @@
+"""`rfork convert`: tensor files from one format to another, on any storage."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from rfork.cli.console import Bar, out, print_json, reported
+from rfork.cli.options import JsonOption
+from rfork.errors import SettingsError
+
+if TYPE_CHECKING:
+    import torch
+
+FloatName = Literal["float64", "float32", "float16", "bfloat16"]
+
+_size = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="What is read: a path, s3://… or https://…")],
+    destination: Annotated[
+        str,
+        typer.Argument(
+            metavar="DST",
+            help="What is written: NAME.tensors, NAME.safetensors (a plain safetensors file), or a folder: "
+            "that becomes a snapshot, or with --max-shard-size a Hugging Face folder with an index.",
+        ),
+    ],
+    dtype: Annotated[
+        FloatName | None, typer.Option("--dtype", help="Convert floating-point tensors to this type.")
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="PATTERN", help="Names to take, as 'layers.0.*'; may be repeated."),
+    ] = None,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(
+            "--max-shard-size",
+            metavar="SIZE",
+            help="Most bytes a file, as 5GB or 500MiB: several files are written.",
+        ),
+    ] = None,
+    source_key: Annotated[
+        Path | None,
+        typer.Option("--src-key-file", help="File with SRC's key: 32 bytes, or 64 hex digits."),
+    ] = None,
+    source_password: Annotated[
+        Path | None, typer.Option("--src-password-file", help="File whose first line is SRC's password.")
+    ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option("--key-file", help="File with the key to encrypt DST (NAME.tensors) under."),
+    ] = None,
+    password: Annotated[
+        Path | None,
+        typer.Option("--password-file", help="File whose first line is the password to encrypt DST under."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is at DST.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the tensors of SRC to DST in the format that DST's name says.
+
+    SRC is a safetensors file, a folder of them, a .tensors file or numbered set, or a snapshot. Names, types,
+    shapes and bytes stay as they are. Nothing is left at DST where the command fails.
+    """
+    with reported(as_json=as_json):
+        from rfork.storage.convert import convert as run
+        from rfork.storage.tensorizer_crypt import Secret
+
+        unlock = Secret.from_files(source_key, source_password)
+        lock = Secret.from_files(key, password)
+        most = _bytes_in(max_shard_size) if max_shard_size is not None else None
+        with Bar("convert") as bar:
+            saved = run(
+                source,
+                destination,
+                dtype=_dtype(dtype),
+                only=only or (),
+                unlock=unlock,
+                lock=lock,
+                max_shard_bytes=most,
+                force=force,
+                progress=bar.update,
+            )
+        if as_json:
+            print_json(
+                {
+                    "uri": saved.uri,
+                    "tensors": saved.tensors,
+                    "bytes": saved.nbytes,
+                    "seconds": round(saved.seconds, 3),
+                    "gb_per_s": round(saved.gb_per_s, 3),
+                }
+            )
+        else:
+            out.print(saved.line(), markup=False)
+
+
+def _dtype(name: FloatName | None) -> torch.dtype | None:
+    import torch
+
+    types = {kind: getattr(torch, kind) for kind in ("float64", "float32", "float16", "bfloat16")}
+    return types[name] if name is not None else None
+
+
+def _bytes_in(text: str) -> int:
+    """The bytes of ``5GB`` (powers of 1000) or ``500MiB`` (of 1024). Raises SettingsError."""
+    match = _size.fullmatch(text.strip())
+    if match is None or (size := _scaled(*match.groups())) < 1:
+        raise SettingsError(f"--max-shard-size: {text!r} is no size", hint="e.g. 5GB or 500MiB")
+    return size
+
+
+def _scaled(number: str, unit: str, binary: str) -> int:
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))

@@ -1,0 +1,213 @@
+"""`rfork snapshot`: write a model's weights to storage, in the form that it is served in."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer.core import TyperGroup
+
+from rfork import logs
+from rfork import settings as options
+from rfork.cli import snapshots
+from rfork.cli.connect import planner_client
+from rfork.cli.console import Bar, out, print_json, reported
+from rfork.cli.options import JsonOption, PlannerOption, model_name
+from rfork.errors import SettingsError, UserError
+from rfork.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rfork.image.manifest import Manifest
+    from rfork.image.memory import Image
+    from rfork.storage.snapshot_writer import Written
+    from rfork.wire import ForkProgress, InstanceReport, Rank
+
+WRITE = "write"
+
+
+class _WritesByDefault(TyperGroup):
+    """A first word that is no command of the group is where to write to."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        # typer.Context is click's own, whose name typer does not make public.
+        if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
+            args = [WRITE, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_WritesByDefault,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    options_metavar="",
+    subcommand_metavar="URI [OPTIONS] | COMMAND [ARGS]...",
+    help=(
+        "Write a model's weights to storage (`rfork snapshot URI`), and look after what lies there.\n\n"
+        "A snapshot is one safetensors file a rank, of the weights as they are served, with the digest of "
+        "every chunk beside it. Instances that start with nobody to fork from read it (RFORK_SNAPSHOT=URI)."
+    ),
+)
+app.command("ls")(snapshots.ls)
+app.command("verify")(snapshots.verify)
+app.command("rm")(snapshots.rm)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """One rank that was written."""
+
+    model: str
+    rank: Rank
+    written: Written
+    seconds: float
+
+    def line(self) -> str:
+        new, there = self.written.written / 1e9, self.written.already / 1e9
+        also = f", {there:.3f} GB were there" if there else ""
+        return (
+            f"{self.written.uri}: {new:.3f} GB written{also} in {self.seconds:.1f} s; "
+            f"weights {self.written.weights_id}"
+        )
+
+    def told(self) -> dict[str, str | int | float]:
+        return {
+            "uri": self.written.uri,
+            "model": self.model,
+            "rank": self.rank.key,
+            "weights_id": self.written.weights_id,
+            "bytes_written": self.written.written,
+            "bytes_already": self.written.already,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+@app.command(WRITE)
+def write(
+    uri: Annotated[
+        str,
+        typer.Argument(
+            metavar="URI",
+            help="Folder to write to (a path, file:///…, s3://…), or a ….safetensors for one rank.",
+        ),
+    ],
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name of the running model to take.", show_default=False)
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="MODEL_DIR",
+            help="Take the weights of this Hugging Face folder, loaded by transformers.",
+            show_default=False,
+        ),
+    ] = None,
+    rank: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--rank", min=0, help="Only this rank, by its number pp * tp_size + tp; may be repeated."
+        ),
+    ] = None,
+    shared: Annotated[
+        bool,
+        typer.Option(
+            "--shared", help="Store chunks by their digest, so that ranks and revisions share equal ones."
+        ),
+    ] = False,
+    planner: PlannerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a snapshot (`rfork snapshot URI` does so too).
+
+    From a model that runs (--name), over the wire as a fork would take it, or from a folder (--from).
+    """
+    with reported(as_json=as_json):
+        chosen = options.load(Settings, planner=planner)
+        logs.configure(json=chosen.log_json or as_json, level=chosen.log_level)
+        if name is None and source is None:
+            raise SettingsError(
+                "nothing says which weights to write",
+                hint="pass --name MODEL for a running one, or --from MODEL_DIR",
+            )
+        if source is not None:
+            told = [_from_folder(source, name, uri, shared=shared)]
+        else:
+            told = _from_fleet(name or "", rank or (), uri, chosen, shared=shared)
+        if as_json:
+            print_json({"snapshots": [each.told() for each in told]})
+        else:
+            for each in told:
+                out.print(each.line(), markup=False)
+
+
+def _from_folder(folder: Path, name: str | None, uri: str, *, shared: bool) -> _Done:
+    from rfork.engines.transformers import loaded_model
+    from rfork.image.capture import capture
+    from rfork.seed.holding import seal
+    from rfork.wire import Rank
+
+    image = capture(loaded_model(folder))
+    return _write(image, seal(image), uri, Rank(), model_name(folder, name), shared=shared)
+
+
+def _from_fleet(
+    name: str, numbers: Sequence[int], uri: str, settings: Settings, *, shared: bool
+) -> list[_Done]:
+    from rfork.engines.fetching import fetch, ranks_of
+    from rfork.storage.snapshot_files import place_of, snapshot_name
+
+    with planner_client(settings) as client:
+        holders = _chosen(ranks_of(client, name), numbers, name)
+    names = [place_of(uri, holder.rank)[1] for holder in holders]
+    if len(set(names)) < len(names):
+        raise SettingsError(
+            f"{uri} is one file, and {name} has {len(names)} ranks",
+            hint="name a folder, or one of the ranks (--rank)",
+        )
+    told = []
+    for holder in holders:
+        word = snapshot_name(holder.rank).removesuffix(".safetensors")
+        with Bar(f"fetch {name} {word}") as bar:
+
+            def show(progress: ForkProgress, image_bytes: int, bar: Bar = bar) -> None:
+                bar.update(min(progress.bytes_read, image_bytes), image_bytes)
+
+            image, manifest = fetch(holder, lambda: planner_client(settings), settings, show)
+        told.append(_write(image, manifest, uri, holder.rank, name, shared=shared))
+        del image
+    return told
+
+
+def _chosen(holders: Sequence[InstanceReport], numbers: Sequence[int], name: str) -> list[InstanceReport]:
+    """The ranks of these numbers, targets and drafts; all without any."""
+    there = {holder.rank.pp * holder.rank.tp_size + holder.rank.tp for holder in holders}
+    if missing := sorted(set(numbers) - there):
+        raise UserError(
+            f"{name} runs without rank {missing[0]}", hint=f"there are {', '.join(map(str, sorted(there)))}"
+        )
+    return [
+        holder
+        for holder in holders
+        if not numbers or holder.rank.pp * holder.rank.tp_size + holder.rank.tp in numbers
+    ]
+
+
+def _write(image: Image, manifest: Manifest, uri: str, rank: Rank, model: str, *, shared: bool) -> _Done:
+    from rfork.storage.snapshot_writer import write_snapshot
+
+    began = time.monotonic()
+    done, total = 0, image.layout.image_bytes
+    with Bar(f"write {model}") as bar:
+
+        def show(count: int) -> None:
+            nonlocal done
+            done += count
+            bar.update(done, total)
+
+        written = write_snapshot(image, manifest, uri, rank=rank, model=model, shared=shared, progress=show)
+    return _Done(model, rank, written, time.monotonic() - began)

@@ -1,0 +1,203 @@
+"""The header of one safetensors file: which bytes are which tensor, checked before any of them is read.
+
+Format: https://github.com/huggingface/safetensors. Checked is what safetensors itself demands: the tensors
+cover the data section without a hole or an overlap, and each is as long as its type and shape say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
+
+import torch
+from pydantic import JsonValue
+from pydantic_core import from_json
+
+from rfork.errors import RforkError, StorageCorrupt
+from rfork.image.arena import dtype_of
+from rfork.image.layout import Layout
+from rfork.image.safetensors_header import DTYPES, LAYOUT_KEY, header_length, layout_of
+from rfork.image.strides import contiguous_stride, span_of
+from rfork.storage.blob import Blob, part
+
+FIRST_READ = 128 << 10
+"""Bytes read of a file at once to have its header, mostly, in one request."""
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    **{word: getattr(torch, name) for name, word in DTYPES.items()},
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
+    **({"F8_E8M0": torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else {}),
+}
+PACKED: Mapping[str, torch.dtype] = (
+    {"F4": torch.float4_e2m1fn_x2} if hasattr(torch, "float4_e2m1fn_x2") else {}
+)
+"""Types of which torch counts two in one item: the last dimension halves."""
+
+
+class Place(NamedTuple):
+    """Where one tensor lies: `nbytes` bytes of a file from `offset` on, from its first element to its last.
+
+    `stride` counts elements; None: contiguous.
+    """
+
+    name: str
+    blob: Blob
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One safetensors file: its tensors by name, in the order in which they are stored, aliases too.
+
+    `begin` is where its data section starts; `head_digest` is of all bytes before. What the file
+    itself does not name as a tensor is among `aliases`. `layout` is that of a snapshot's image.
+    """
+
+    name: str
+    blob: Blob
+    begin: int
+    head_digest: bytes
+    places: Mapping[str, Place]
+    aliases: frozenset[str]
+    layout: Layout | None
+
+
+def read_shard(name: str, blob: Blob) -> Shard:
+    """Read and check the header of a file. Raises StorageCorrupt, in one line, or what the blob raises."""
+    head = part(blob, 0, min(blob.size, FIRST_READ))
+    try:
+        begin = header_length(head[:8])
+    except RforkError as error:
+        raise _corrupt(blob, str(error)) from None
+    if begin > blob.size:
+        raise _corrupt(blob, f"it is cut short: {blob.size} bytes, its header alone has {begin}")
+    if begin > len(head):
+        head += part(blob, len(head), begin - len(head))
+    head = head[:begin]
+    places, metadata = _entries(blob, head)
+    layout = None
+    if LAYOUT_KEY in metadata:
+        stored = frozenset(places)
+        layout, places = _of_layout(blob, head)
+        aliases = frozenset(places) - stored
+    else:
+        aliases = _add_aliases(places, metadata)
+        if aliases:
+            places = dict(sorted(places.items(), key=lambda item: item[1].offset))
+    return Shard(name, blob, begin, hashlib.sha256(head).digest(), places, aliases, layout)
+
+
+def _entries(blob: Blob, head: bytes) -> tuple[dict[str, Place], Mapping[str, JsonValue]]:
+    begin, size = len(head), blob.size - len(head)
+    if head[8:9] != b"{":
+        raise _corrupt(blob, "its header is no JSON object")
+    try:
+        header = from_json(head[8:], cache_strings="none", allow_inf_nan=False)
+    except ValueError as error:
+        raise _corrupt(blob, f"its header cannot be read: {error}") from None
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise _corrupt(blob, "its header's __metadata__ is no object")
+    kinds = _Kinds(blob)
+    found: list[tuple[int, int, Place]] = []
+    for name, entry in header.items():
+        try:
+            kind = entry["dtype"], *entry["shape"]
+            first, last = entry["data_offsets"]
+            dtype, shape, nbytes = kinds[kind]
+            if type(first) is type(last) is int and first >= 0 and last - first == nbytes:
+                found.append((first, last, Place(name, blob, begin + first, nbytes, dtype, shape)))
+                continue
+        except (KeyError, TypeError, ValueError):
+            raise _corrupt(blob, f"its header's entry of {name} cannot be read") from None
+        told = f"{list(shape)} {kind[0]}, {nbytes} bytes, but lies at {first} to {last}"
+        raise _corrupt(blob, f"{name} is {told}")
+    found.sort(key=itemgetter(1))  # of those that begin at one byte, the empty ones come first
+    found.sort(key=itemgetter(0))
+    reached = 0
+    for first, last, place in found:
+        if first != reached:
+            what = "overlaps the tensor before it" if first < reached else "lies behind a hole"
+            raise _corrupt(blob, f"{place.name} {what}, at byte {first} of the data")
+        reached = last
+    if reached > size:
+        raise _corrupt(blob, f"it is cut short: {size} bytes of data, its header names {reached}")
+    if reached < size:
+        raise _corrupt(blob, f"{size - reached} bytes follow that its header does not name")
+    return {place.name: place for _, _, place in found}, metadata
+
+
+class _Kinds(dict[tuple[str | int, ...], tuple[torch.dtype, tuple[int, ...], int]]):
+    """Type, shape and bytes by the words of the header; most tensors of a model are of few kinds."""
+
+    def __init__(self, blob: Blob) -> None:
+        self._blob = blob
+
+    def __missing__(self, kind: tuple[str | int, ...]) -> tuple[torch.dtype, tuple[int, ...], int]:
+        word, *sizes = kind
+        shape = tuple(size for size in sizes if type(size) is int and size >= 0)
+        if len(shape) != len(sizes):
+            raise ValueError(f"{sizes} is no shape")
+        dtype = TORCH_DTYPES.get(str(word))
+        if dtype is None and word in PACKED and shape and shape[-1] % 2 == 0:
+            dtype, shape = PACKED[str(word)], (*shape[:-1], shape[-1] // 2)
+        if dtype is None:
+            raise _corrupt(self._blob, f"its header names a type unknown here, {word!r}")
+        value = self[kind] = dtype, shape, math.prod(shape) * dtype.itemsize
+        return value
+
+
+def _add_aliases(places: dict[str, Place], metadata: Mapping[str, JsonValue]) -> frozenset[str]:
+    """Add the names of tied tensors, as `safetensors.torch.save_model` writes them: alias: kept name."""
+    added: set[str] = set()
+    for alias, kept in metadata.items():
+        # Every file says ``format: pt``, and a tensor may well have that name.
+        if alias != "format" and isinstance(kept, str) and kept in places and alias not in places:
+            places[alias] = places[kept]._replace(name=alias)
+            added.add(alias)
+    return frozenset(added)
+
+
+def _of_layout(blob: Blob, head: bytes) -> tuple[Layout, dict[str, Place]]:
+    """The tensors of a snapshot, by what it says of strides, packed types and aliases."""
+    try:
+        layout = layout_of(head)
+        if len(head) + layout.image_bytes != blob.size:
+            follow = blob.size - len(head)
+            raise _corrupt(blob, f"its layout is of {layout.image_bytes} bytes, {follow} follow")
+        return layout, {place.name: place for place in _layout_places(blob, len(head), layout)}
+    except StorageCorrupt:
+        raise
+    except RforkError as error:
+        raise _corrupt(blob, str(error)) from None
+
+
+def _layout_places(blob: Blob, begin: int, layout: Layout) -> Iterator[Place]:
+    known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[torch.dtype, int, bool]] = {}
+    for spec in layout.tensors:
+        kind = spec[1:4]
+        if kind not in known:
+            dtype = dtype_of(spec)
+            if len(spec.shape) != len(spec.stride) or min((*spec.shape, *spec.stride), default=0) < 0:
+                raise _corrupt(blob, f"the layout's entry of {spec.name} cannot be read")
+            nbytes = span_of(spec.shape, spec.stride, dtype.itemsize)
+            known[kind] = dtype, nbytes, spec.stride == contiguous_stride(spec.shape)
+        dtype, nbytes, plain = known[kind]
+        if not 0 <= spec.offset <= layout.image_bytes - nbytes:
+            raise _corrupt(blob, f"{spec.name} is not within the snapshot's {layout.image_bytes} bytes")
+        stride = None if plain else spec.stride
+        yield Place(spec.name, blob, begin + spec.offset, nbytes, dtype, spec.shape, stride)
+
+
+def _corrupt(blob: Blob, why: str) -> StorageCorrupt:
+    return StorageCorrupt(f"{blob.uri}: {why}", hint="download the checkpoint again")

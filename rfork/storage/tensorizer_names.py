@@ -1,0 +1,126 @@
+"""Which files a name stands for: one ``.tensors`` file, or a set of them that reads as one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from rfork.errors import CheckpointError, SettingsError, StorageMissing
+from rfork.settings import StorageSettings
+from rfork.storage import stores
+from rfork.storage.blob import Blob, Store
+from rfork.storage.location import Location
+from rfork.wire import Rank
+
+SUFFIX = ".tensors"
+
+_template = re.compile(r"%0?\d*d")
+_numbered = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.tensors")
+
+
+def set_names(name: str, count: int) -> list[str]:
+    """The files of a set: ``NAME-00001-of-00008.tensors`` and so on, for ``NAME.tensors``."""
+    base = name.removesuffix(SUFFIX)
+    return [f"{base}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
+
+
+def same_name(store: Store, name: str) -> list[str]:
+    """Every file there is that ``NAME.tensors`` stands for: that one, and those of sets, whole or not."""
+    base = name.removesuffix(SUFFIX)
+    names = [entry.name for entry in store.list(base)]
+    return [
+        found
+        for found in names
+        if found == name or ((match := _numbered.fullmatch(found)) and match["name"] == base)
+    ]
+
+
+def of_rank(uri: str, rank: Rank) -> str:
+    """The name of a rank's file, where `uri` is a template as ``model-rank-%03d.tensors``; else `uri`.
+
+    The number is ``pp * tp_size + tp``. Raises SettingsError for a template of anything else.
+    """
+    head, slash, name = uri.rpartition("/")
+    if not name.endswith(SUFFIX) or not (found := _template.findall(name)):
+        return uri
+    if len(found) != 1:
+        raise SettingsError(f"{name!r} has more than one place for the number of the rank")
+    return head + slash + name.replace(found[0], found[0] % (rank.pp * rank.tp_size + rank.tp))
+
+
+def opened_files(uri: str, settings: StorageSettings, held: ExitStack) -> list[Blob]:
+    """The blobs that `uri` stands for, in order; they and their store are closed with `held`.
+
+    A file is itself; one of a numbered set is the whole set. A name that is not there, but a set of that name
+    is, is the set; a folder is what it holds, where that is one file or one set. A name without the suffix
+    may be either.
+
+    Raises StorageMissing where nothing is there, or a file of a set is not; CheckpointError where a folder
+    holds more than one.
+    """
+    location = Location.parse(uri)
+    asked = location.name + (f"?{location.query}" if location.query else "")
+    if not location.name.endswith(SUFFIX) and not location.query:
+        folder = stores.open_store(location.folder, settings)
+        held.callback(folder.close)
+        try:
+            return _opened(folder, _in_folder(folder), held)
+        except (StorageMissing, SettingsError):  # no folder, or one of a web server, which lists none
+            if not location.name:
+                raise
+    store = stores.open_store(location.parent, settings)
+    held.callback(store.close)
+    if (match := _numbered.fullmatch(location.name)) and not location.query:
+        return _opened(store, _whole_set(match), held)
+    try:
+        return _opened(store, [asked], held)
+    except StorageMissing:
+        if location.scheme in ("http", "https"):
+            raise  # a web server does not tell what else it has
+        found = _sets(store, location.name.removesuffix(SUFFIX))
+        if len(found) != 1:
+            raise
+        return _opened(store, found[0], held)
+
+
+def _opened(store: Store, names: Sequence[str], held: ExitStack) -> list[Blob]:
+    blobs: list[Blob] = []
+    for name in names:
+        blob = store.open(name)
+        held.callback(blob.close)
+        blobs.append(blob)
+    return blobs
+
+
+def _in_folder(store: Store) -> list[str]:
+    names = [entry.name for entry in store.list() if entry.name.endswith(SUFFIX) and "/" not in entry.name]
+    single = [[name] for name in names if not _numbered.fullmatch(name)]
+    found = single + _sets(store, "", names)
+    if not found:
+        raise StorageMissing(f"{store.uri} holds no {SUFFIX} file")
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{store.uri} holds {len(found)} models: {found[0][0]}, {found[1][0]} …",
+            hint="name one of its files",
+        )
+    return found[0]
+
+
+def _sets(store: Store, base: str, names: Sequence[str] | None = None) -> list[list[str]]:
+    """The sets there are, of that name or of any (``""``), by one file of each."""
+    if names is None:
+        names = [entry.name for entry in store.list(f"{base}-")]
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        match = _numbered.fullmatch(name)
+        if match and base in ("", match["name"]):
+            found.setdefault((match["name"], match["count"]), _whole_set(match))
+    return list(found.values())
+
+
+def _whole_set(match: re.Match[str]) -> list[str]:
+    count = int(match["count"])
+    if not 1 <= int(match["number"]) <= count:
+        raise CheckpointError(f"{match[0]!r} is no number of its set")
+    return set_names(match["name"], count)

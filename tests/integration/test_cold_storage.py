@@ -1,0 +1,145 @@
+"""Cold starts from storage on a network: read once between them, and given up in order when it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from benchmarks.seaweed import WRITER, SeaweedServer
+from rfork.engines.transformers import loaded_model
+from rfork.image.capture import capture
+from rfork.image.memory import Image
+from rfork.image.proof import image_sha256
+from rfork.storage.snapshot_writer import write_snapshot
+from tests.conftest import StartRfork
+from tests.integration.test_cold_start import Group, Report, results, storage_bytes
+from tests.storage_faults import Reset, Stall
+from tests.storage_server import StorageServer
+
+NAME = "model-rank-000.safetensors"
+BEFORE = 6
+"""Answers that a server gives before it stalls: to have it opened, and some chunks."""
+PLAIN = {
+    "RFORK_STORAGE_STREAMS": "1",
+    "RFORK_STORAGE_HEDGE": "0",
+    "RFORK_STORAGE_ATTEMPTS": "2",
+    "RFORK_STORAGE_TIMEOUT_S": "60",
+}
+"""One request after the other, and each once where nothing fails: they can be counted."""
+
+
+@pytest.fixture
+def cold(rfork_process: StartRfork, tiny_model: Path, tmp_path: Path) -> Iterator[Group]:
+    """A planner that knows nobody yet."""
+    made = Group(rfork_process, tiny_model, tmp_path)
+    yield made
+    made.client.close()
+
+
+@pytest.fixture(scope="module")
+def image(tiny_model: Path) -> Image:
+    """The tiny model's image."""
+    return capture(loaded_model(tiny_model))
+
+
+@pytest.fixture
+def server(image: Image, tmp_path: Path) -> Iterator[StorageServer]:
+    """A web server that holds its snapshot."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    write_snapshot(image, image.manifest(), folder / NAME)
+    with StorageServer(folder) as running:
+        yield running
+
+
+def stored_in(server: StorageServer, name: str) -> bytes:
+    stored = server.stored(name)
+    assert stored is not None
+    return stored.data
+
+
+def given(report: Report) -> dict[str, int]:
+    """Verified chunks by source."""
+    shares = cast(list[dict[str, str | int]], report["sources"])
+    return {str(share["source_id"]): int(share["verified_chunks"]) for share in shares}
+
+
+def told(report: Report) -> str:
+    """All that went wrong on the way."""
+    return "; ".join(cast(list[str], report["reasons"]))
+
+
+def test_a_group_reads_its_snapshot_once_over_http(cold: Group, image: Image, server: StorageServer) -> None:
+    """Three start at once: they take one image of it, the server gives little more, and all are right."""
+    snapshot = {"RFORK_SNAPSHOT": server.url(f"{NAME}?signature=secret"), **PLAIN}
+    started = [cold.pull(environment=snapshot) for _ in range(3)]
+    reports = results(started)
+    size = image.layout.image_bytes
+    assert ([image_sha256(image)] * 3, ["forked"] * 3, size) == (
+        [report["sha256"] for report in reports],
+        [report["outcome"] for report in reports],
+        storage_bytes(reports),
+    )
+    # Besides manifests and headers, what one had read ahead when a plan gave it to another that came later.
+    besides = server.bytes_sent - size
+    assert (True, {f"snapshot:{server.url(NAME)}"}) == (
+        0 < besides < size // 2,
+        {name for report in reports for name in given(report) if ":" in name},
+    )
+    assert not [process for process in started if "secret" in process.transcript()]
+
+
+def test_an_object_that_is_replaced_in_mid_read(
+    cold: Group, image: Image, server: StorageServer, tiny_model: Path
+) -> None:
+    """What was read of it by then stays, nothing of the other is taken, and the checkpoint gives the rest."""
+    server.script.then(*[None] * BEFORE, Stall())
+    reader = cold.pull(checkpoint=tiny_model, environment={"RFORK_SNAPSHOT": server.url(NAME), **PLAIN})
+    server.script.await_stall()
+    server.put(NAME, bytes(len(stored_in(server, NAME))))
+    server.script.release()
+    [report] = results([reader])
+    assert (image_sha256(image), True) == (report["sha256"], "StorageChanged" in told(report))
+
+
+def test_a_server_that_dies_in_mid_read(cold: Group, image: Image, server: StorageServer) -> None:
+    """What was verified is kept: another, whose server lives, reads the rest, and nothing is read twice."""
+    size = image.layout.image_bytes
+    with StorageServer({name: stored_in(server, name) for name in (NAME, f"{NAME}.manifest.json")}) as other:
+        server.script.then(*[None] * BEFORE, Stall())
+        server.script.always(Reset(None))
+        unlucky = cold.pull(environment={"RFORK_SNAPSHOT": server.url(NAME), **PLAIN})
+        server.script.await_stall()
+        lucky = cold.pull(environment={"RFORK_SNAPSHOT": other.url(NAME), **PLAIN})
+        lucky.wait_for('"event": "planned"')
+        server.script.release()
+        reports = results([unlucky, lucky])
+        assert ([image_sha256(image)] * 2, ["forked"] * 2, size) == (
+            [report["sha256"] for report in reports],
+            [report["outcome"] for report in reports],
+            storage_bytes(reports),
+        )
+        assert (True, True) == (
+            0 < storage_bytes(reports[:1]) < size,
+            "StorageError" in told(reports[0]),
+        )
+
+
+def test_wrong_credentials_are_told_and_passed_over(
+    cold: Group, image: Image, seaweed_server: SeaweedServer, tiny_model: Path
+) -> None:
+    """A bucket that lets nobody in with such a key: the checkpoint is read, and the report says why."""
+    wrong = {**seaweed_server.environment(WRITER), "AWS_SECRET_ACCESS_KEY": "quite-another-secret"}
+    reader = cold.pull(
+        checkpoint=tiny_model, environment={"RFORK_SNAPSHOT": "s3://models/cold/", **wrong, **PLAIN}
+    )
+    [report] = results([reader])
+    assert (image_sha256(image), ["checkpoint"], True, False) == (
+        report["sha256"],
+        [name.partition(":")[0] for name in given(report)],
+        "StorageDenied" in told(report),
+        "quite-another-secret" in reader.transcript(),
+    )

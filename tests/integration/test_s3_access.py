@@ -1,0 +1,229 @@
+"""Who is let into S3, where its buckets are looked for, and how credentials are found; on real servers."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from benchmarks import seaweed
+from benchmarks.seaweed import SeaweedServer
+from rfork.errors import StorageDenied
+from rfork.settings import StorageSettings
+from rfork.storage.location import Location
+from rfork.storage.s3 import S3Store
+from tests.s3_stores import (
+    SEVERAL_PARTS,
+    OpenStore,
+    Use,
+    every_way,
+    failed,
+    get,
+    open_it,
+    put,
+    put_it,
+    remove_it,
+    upload_it,
+)
+from tests.seaweed import UseIdentity
+
+
+def test_whoever_may_only_read(s3: SeaweedServer, s3_store: OpenStore, use_identity: UseIdentity) -> None:
+    """A reader's credentials open and list, but neither write nor remove."""
+    put(s3_store(), "blob", b"abc")
+    use_identity(seaweed.READER)
+    store = s3_store()
+    assert (b"abc", ["blob"]) == (get(store, "blob"), [entry.name for entry in store.list()])
+    for use in (put_it, upload_it, remove_it):
+        assert StorageDenied is failed(lambda use=use: use(store))[0]  # type: ignore[misc]
+    assert b"abc" == get(store, "blob")
+
+
+@pytest.fixture
+def names_below_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every name below localhost is this machine, as RFC 6761 has it and not every resolver knows."""
+    resolve = socket.getaddrinfo
+
+    def resolved(host: str, *rest: int, **more: int) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+        found = resolve("127.0.0.1" if host.endswith(".localhost") else host, *rest, **more)
+        return found  # type: ignore[return-value]  # addresses of IPv4 alone
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+
+
+def test_the_bucket_in_the_host(s3: SeaweedServer, s3_store: OpenStore, names_below_localhost: None) -> None:
+    """With virtual addressing BUCKET.HOST is asked."""
+    put(s3_store("s3://models/virtual/"), "blob", b"abc")
+    endpoint = f"http://{seaweed.DOMAIN}:{s3.port}"
+    store = s3_store("s3://models/virtual/", s3_endpoint=endpoint, s3_addressing="virtual")
+    put(store, "other", bytes(SEVERAL_PARTS))
+    assert (b"abc", ["blob", "other"]) == (get(store, "blob"), [entry.name for entry in store.list()])
+
+
+def test_credentials_of_a_profile(
+    s3: SeaweedServer,
+    s3_store: OpenStore,
+    use_identity: UseIdentity,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A profile of AWS's credentials file opens what it may."""
+    use_identity(None)
+    identity = seaweed.WRITER
+    (tmp_path / "credentials").write_text(
+        f"[lab]\naws_access_key_id = {identity.access_key}\naws_secret_access_key = {identity.secret_key}\n"
+    )
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    put(s3_store(s3_profile="lab"), "blob", b"abc")
+    assert b"abc" == get(s3_store(s3_profile="lab"), "blob")
+    assert (StorageDenied, "no credentials were found") == failed(lambda: open_it(s3_store()))
+
+
+@every_way
+def test_a_wrong_secret(s3_store: OpenStore, monkeypatch: pytest.MonkeyPatch, use: Use) -> None:
+    """Whatever is done, the error is one line, that the signature is wrong, and shows nothing of it."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    error, line = failed(lambda: use(s3_store()))
+    assert (StorageDenied, True, False) == (error, "SignatureDoesNotMatch" in line, "\n" in line)
+    assert "wrong" not in line
+
+
+@every_way
+def test_nobody_in_a_private_bucket(s3_store: OpenStore, use: Use) -> None:
+    """Without credentials a private bucket gives, takes and tells nothing."""
+    error, line = failed(lambda: use(s3_store(s3_anonymous=True)))
+    assert (StorageDenied, "access denied: Access Denied (AccessDenied)") == (error, line)
+
+
+class _Service(ThreadingHTTPServer):
+    """One S3 object in eu-central-1, and AWS's STS beside it; `asked` is what requests were for."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _ServiceHandler)
+        self.asked: list[str] = []
+        self.refuses_tokens = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _ServiceHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Service
+
+    def do_GET(self) -> None:
+        query = parse_qs(urlsplit(self.path).query)
+        access_key, _, region, *_ = query["X-Amz-Credential"][0].split("/")
+        token = query.get("X-Amz-Security-Token", ["none"])[0]
+        self.server.asked.append(f"GET {region} {access_key} {token}")
+        if region != "eu-central-1":
+            self._answer(
+                400,
+                "<Error><Code>AuthorizationQueryParametersError</Code><Message>the region is wrong; "
+                "expecting eu-central-1</Message><Region>eu-central-1</Region></Error>",
+            )
+        else:
+            self._answer(206, "abc"[:1], {"Content-Range": "bytes 0-0/3", "ETag": '"1"'})
+
+    def do_HEAD(self) -> None:
+        region = self.headers["Authorization"].split("/")[2]
+        self.server.asked.append(f"HEAD {region}")
+        self._answer(200 if region == "eu-central-1" else 400, "", {"x-amz-bucket-region": "eu-central-1"})
+
+    def do_POST(self) -> None:
+        asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        self.server.asked.append(f"{asked['Action'][0]} {asked['RoleArn'][0]} {asked['WebIdentityToken'][0]}")
+        if self.server.refuses_tokens:
+            self._answer(
+                400,
+                "<ErrorResponse><Error><Type>Sender</Type><Code>InvalidIdentityToken</Code>"
+                "<Message>No such provider</Message></Error></ErrorResponse>",
+            )
+            return
+        self._answer(
+            200,
+            "<AssumeRoleWithWebIdentityResponse><AssumeRoleWithWebIdentityResult><Credentials>"
+            "<AccessKeyId>ASIAROLE</AccessKeyId><SecretAccessKey>s</SecretAccessKey>"
+            "<SessionToken>session</SessionToken><Expiration>2099-01-01T00:00:00Z</Expiration>"
+            "</Credentials></AssumeRoleWithWebIdentityResult></AssumeRoleWithWebIdentityResponse>",
+        )
+
+    def _answer(self, status: int, text: str, fields: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {**(fields or {}), "Content-Length": str(len(text))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: str) -> None:
+        """Nothing: tests look at `asked`."""
+
+
+@pytest.fixture
+def service() -> Iterator[_Service]:
+    """A server of AWS's answers, whose requests can be looked at."""
+    with _Service() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_bucket_in_another_region(
+    service: _Service, use_identity: UseIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket is found in the region that it is in, which is remembered."""
+    use_identity(seaweed.WRITER)
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    settings = StorageSettings(s3_endpoint=service.url, attempts=1)
+    with closing(S3Store(Location.parse("s3://models/"), settings)) as store:
+        for _ in range(2):
+            with closing(store.open("blob")) as blob:
+                assert (3, '"1"') == (blob.size, blob.version)
+    key = seaweed.WRITER.access_key
+    home = f"GET eu-central-1 {key} none"
+    assert [f"GET us-east-1 {key} none", "HEAD us-east-1", "HEAD eu-central-1", home, home] == service.asked
+
+
+@pytest.fixture
+def web_identity(
+    service: _Service, use_identity: UseIdentity, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> S3Store:
+    """A store in a process whose pod has a role (IRSA) and no other credentials."""
+    use_identity(None)
+    (tmp_path / "token").write_text("token-of-the-pod")
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/models")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", service.url)
+    settings = StorageSettings(s3_endpoint=service.url, s3_region="eu-central-1", attempts=1)
+    return S3Store(Location.parse("s3://models/"), settings)
+
+
+def test_credentials_of_a_web_identity(service: _Service, web_identity: S3Store) -> None:
+    """A pod's token is changed for credentials of its role, by which objects are read."""
+    with closing(web_identity), closing(web_identity.open("blob")) as blob:
+        assert 3 == blob.size
+    role = "arn:aws:iam::123456789012:role/models"
+    assert [
+        f"AssumeRoleWithWebIdentity {role} token-of-the-pod",
+        "GET eu-central-1 ASIAROLE session",
+    ] == service.asked
+
+
+def test_a_web_identity_that_is_refused(service: _Service, web_identity: S3Store) -> None:
+    """Where the role is not given, one line says so, without the token."""
+    service.refuses_tokens = True
+    with closing(web_identity):
+        assert (StorageDenied, "AWS gives no credentials: No such provider (InvalidIdentityToken)") == failed(
+            lambda: open_it(web_identity)
+        )

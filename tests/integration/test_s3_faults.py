@@ -1,0 +1,92 @@
+"""S3 through a proxy that breaks connections, stalls and refuses, before a real SeaweedFS."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from benchmarks.seaweed import SeaweedServer
+from rfork.errors import StorageError
+from rfork.storage.blob import part
+from tests.fault_proxy import FaultProxy
+from tests.s3_stores import MIB, SEVERAL_PARTS, OpenStore, failed, get, put, random_bytes, uploads
+from tests.storage_faults import Fault, Reset, Stall, Status, Truncate
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [Reset(after=1000), Reset(after=None)],
+        [Truncate(after=100_000), Truncate(after=0)],
+        [Status(503, text=b"<Error><Code>SlowDown</Code></Error>"), Status(500)],
+        [Stall(after=5000)],
+        [Stall(after=None)],
+    ],
+    ids=str,
+)
+def test_reads_go_on_after_a_failure(s3: SeaweedServer, s3_store: OpenStore, faults: list[Fault]) -> None:
+    """A read whose connection breaks, stalls or is put off gives the right bytes all the same."""
+    data = random_bytes(3 * MIB)
+    put(s3_store(), "blob", data)
+    timeout_s = 1.0 if isinstance(faults[0], Stall) else 10.0
+    with (
+        FaultProxy(s3.port) as proxy,
+        closing(s3_store(s3_endpoint=proxy.url, timeout_s=timeout_s, hedge=0).open("blob")) as blob,
+    ):
+        proxy.script.then(*faults, path="GET ")
+        assert data == part(blob, 0, len(data))
+        assert len(faults) + 2 == len(proxy.seen("GET "))
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [Reset(after=None)],
+        [Truncate(after=None)],
+        [Status(503, text=b"<Error><Code>SlowDown</Code></Error>")],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [1000, SEVERAL_PARTS])
+def test_writes_go_on_after_a_failure(
+    s3: SeaweedServer, s3_store: OpenStore, faults: list[Fault], size: int
+) -> None:
+    """A part, or a whole blob, that was not taken is sent again."""
+    data = random_bytes(size)
+    with FaultProxy(s3.port) as proxy:
+        proxy.script.then(*faults, path="PUT ")
+        put(s3_store(s3_endpoint=proxy.url), "blob", data)
+        assert (1 if size < MIB else 2) + len(faults) == len(proxy.seen("PUT "))
+    assert data == get(s3_store(), "blob")
+
+
+def test_a_write_that_stalls(s3: SeaweedServer, s3_store: OpenStore) -> None:
+    """A blob that the service took and did not answer for is sent again."""
+    with FaultProxy(s3.port) as proxy:
+        proxy.script.then(Stall(after=None), path="PUT ")
+        put(s3_store(s3_endpoint=proxy.url, timeout_s=1.0), "blob", b"abc")
+        assert 2 == len(proxy.seen("PUT "))
+    assert b"abc" == get(s3_store(), "blob")
+
+
+def test_an_answer_that_got_lost(s3: SeaweedServer, s3_store: OpenStore) -> None:
+    """An upload that was completed counts as such, though the answers to that never came."""
+    data = random_bytes(SEVERAL_PARTS)
+    with FaultProxy(s3.port) as proxy:
+        # The first POST begins the upload.
+        proxy.script.then(None, Truncate(after=0), Truncate(after=0), Truncate(after=0), path="POST ")
+        put(s3_store(s3_endpoint=proxy.url), "blob", data)
+    assert (data, []) == (get(s3_store(), "blob"), uploads(s3))
+
+
+def test_a_service_that_takes_no_part(s3: SeaweedServer, s3_store: OpenStore) -> None:
+    """Parts that are refused for good end the upload, and none are left."""
+    with FaultProxy(s3.port) as proxy:
+        proxy.script.then(None, path="PUT ")
+        proxy.script.always(Status(500, text=b"<Error><Code>InternalError</Code></Error>"), path="PUT ")
+        store = s3_store(s3_endpoint=proxy.url)
+        assert (StorageError, "the service refuses: InternalError") == failed(
+            lambda: put(store, "blob", bytes(20 * MIB))
+        )
+    assert ([], []) == (list(s3_store().list()), uploads(s3))

@@ -1,0 +1,161 @@
+"""S3 as a store, on a real SeaweedFS."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from benchmarks.seaweed import SeaweedServer
+from rfork.errors import StorageChanged, StorageError, StorageMissing
+from rfork.storage.blob import Entry, part
+from rfork.storage.location import Location
+from rfork.storage.stores import opened
+from tests.s3_stores import (
+    MIB,
+    SEVERAL_PARTS,
+    OpenStore,
+    Use,
+    every_way,
+    failed,
+    get,
+    open_it,
+    put,
+    random_bytes,
+    uploads,
+)
+
+
+@pytest.mark.parametrize("size", [0, 1, 8 * MIB, 20 * MIB])
+def test_what_is_written_is_read(s3_store: OpenStore, size: int) -> None:
+    """Blobs of any size come back whole, by one request or in parts."""
+    store, data = s3_store(), random_bytes(size)
+    put(store, "blob", data)
+    assert data == get(store, "blob")
+    assert [Entry("blob", size)] == list(store.list())
+
+
+def test_parts_of_a_blob(s3_store: OpenStore) -> None:
+    """A read gives the bytes from its offset on, over several views."""
+    store, data = s3_store(), random_bytes(MIB)
+    put(store, "blob", data)
+    first, second = bytearray(1000), bytearray(1)
+    with closing(store.open("blob")) as blob:
+        blob.read(5000, [memoryview(first), memoryview(second)])
+        assert (data[5000:6000], data[6000:6001], MIB) == (bytes(first), bytes(second), blob.size)
+        with pytest.raises(StorageError, match=r"has 1048576 bytes, not \[1048576, 1048577\)"):
+            blob.read(MIB, [memoryview(second)])
+
+
+def test_a_hundred_blobs(s3_store: OpenStore) -> None:
+    """They are listed in the order of their names, by prefix too, and are gone when they are removed."""
+    store = s3_store()
+    names = sorted([f"a/{number:02}" for number in range(60)] + [f"b.{number:02}" for number in range(40)])
+    for name in reversed(names):
+        put(store, name, name.encode())
+    assert [Entry(name, len(name)) for name in names] == list(store.list())
+    assert names[10:20] == [entry.name for entry in store.list("a/1")]
+    for name in names[:60]:
+        store.remove(name)
+    store.remove("a/00")
+    assert names[60:] == [entry.name for entry in store.list()]
+
+
+def test_a_folder_ends_at_its_name(s3_store: OpenStore) -> None:
+    """What lies in a folder whose name begins alike is not listed."""
+    put(s3_store("s3://spare/model"), "x", b"1")
+    put(s3_store("s3://spare/model-2"), "y", b"22")
+    assert [Entry("x", 1)] == list(s3_store("s3://spare/model").list())
+    assert [Entry("model-2/y", 2), Entry("model/x", 1)] == list(s3_store("s3://spare/").list("model"))
+
+
+@pytest.mark.parametrize("name", ["a b", "ü/日本", "a+b", "a?b=c", "a#b", "a%20b", "a&b;c", "~a'(b)*!"])
+def test_names_of_any_characters(s3_store: OpenStore, name: str) -> None:
+    """A key is the name as it stands, whatever means something else in URLs."""
+    store = s3_store()
+    put(store, name, name.encode())
+    put(store, f"{name}-in-parts", bytes(SEVERAL_PARTS))
+    assert name.encode() == get(store, name)
+    assert [Entry(name, len(name.encode())), Entry(f"{name}-in-parts", SEVERAL_PARTS)] == list(store.list())
+    store.remove(name)
+    assert [f"{name}-in-parts"] == [entry.name for entry in store.list()]
+
+
+def test_one_object_by_its_uri(s3: SeaweedServer, s3_store: OpenStore) -> None:
+    """A URI names an object of any key."""
+    put(s3_store("s3://models/by uri/"), "a?b", b"abc")
+    with opened(Location.parse("s3://models/by uri/a?b"), s3.settings()) as blob:
+        assert (b"bc", "s3://models/by uri/a?b") == (part(blob, 1, 2), blob.uri)
+
+
+@pytest.mark.parametrize("size", [5, SEVERAL_PARTS])
+def test_what_is_there_stays(s3: SeaweedServer, s3_store: OpenStore, size: int) -> None:
+    """Without `replace` the first writer's bytes stay, silently, and no parts of the second are left."""
+    store = s3_store()
+    put(store, "blob", b"a" * size, replace=False)
+    put(store, "blob", b"b" * (size + 1), replace=False)
+    assert b"a" * size == get(store, "blob")
+    assert [] == uploads(s3)
+    put(store, "blob", b"b" * (size + 1))
+    assert b"b" * (size + 1) == get(store, "blob")
+
+
+def test_two_writers_at_once(s3: SeaweedServer, s3_store: OpenStore) -> None:
+    """Of two that write one name in parts, without `replace`, the first to end has it."""
+    store = s3_store()
+    with store.write("blob", replace=False) as first:
+        first.write([memoryview(b"a" * SEVERAL_PARTS)])
+        put(store, "blob", b"b" * 10 * MIB, replace=False)
+    assert b"b" * 10 * MIB == get(store, "blob")
+    assert [] == uploads(s3)
+
+
+@pytest.mark.parametrize("size", [5, 20 * MIB])
+def test_an_exception_leaves_nothing(s3: SeaweedServer, s3_store: OpenStore, size: int) -> None:
+    """Leaving the block with an exception leaves no object and no parts."""
+    store = s3_store()
+
+    def interrupted() -> None:
+        with store.write("blob") as writer:
+            writer.write([memoryview(bytes(size))])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert ([], []) == (list(store.list()), uploads(s3))
+
+
+@pytest.mark.parametrize("size", [1, 20 * MIB])
+def test_a_blob_that_is_replaced(s3_store: OpenStore, size: int) -> None:
+    """A blob that another was put in the place of, or that was removed, is not read on."""
+    store = s3_store()
+    put(store, "blob", b"a" * size)
+    with closing(store.open("blob")) as blob:
+        part(blob, 0, 1)
+        put(store, "blob", b"b" * size)
+        with pytest.raises(StorageChanged, match="blob was replaced while it was read"):
+            part(blob, 0, size)
+        store.remove("blob")
+        with pytest.raises(StorageMissing, match="there is no such object"):
+            part(blob, 0, size)
+
+
+@every_way
+def test_a_bucket_that_is_not_there(s3_store: OpenStore, use: Use) -> None:
+    """Whatever is done, the error says that there is no such bucket."""
+    assert (StorageMissing, "there is no such bucket") == failed(
+        lambda: use(s3_store("s3://no-such-bucket/"))
+    )
+
+
+def test_a_key_that_is_not_there(s3_store: OpenStore) -> None:
+    """To open it says so; to remove it does nothing."""
+    assert (StorageMissing, "there is no such object") == failed(lambda: open_it(s3_store()))
+    s3_store().remove("nothing")
+
+
+@every_way
+def test_an_endpoint_that_nobody_listens_on(s3_store: OpenStore, free_port: int, use: Use) -> None:
+    """Whatever is done gives up after its attempts, with a line that names who does not answer."""
+    error, line = failed(lambda: use(s3_store(s3_endpoint=f"http://127.0.0.1:{free_port}")))
+    assert (StorageError, True) == (error, "127.0.0.1" in line)

@@ -1,0 +1,260 @@
+"""`rfork snapshot` with real processes: written from a seed over the wire, listed, verified, removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from benchmarks.seaweed import SeaweedServer
+from rfork.cli.app import app
+from rfork.control.client import PlannerClient
+from rfork.engines import torch as engine
+from rfork.engines.transformers import empty_model, loaded_model
+from rfork.errors import SourceChanged
+from rfork.image.capture import capture
+from rfork.image.chunks import MIB
+from rfork.image.proof import image_sha256
+from rfork.seed.snapshotting import snapshot_of
+from rfork.settings import Settings, StorageSettings
+from rfork.storage.snapshot import Snapshot
+from rfork.wire import Rank
+from tests.conftest import StartRfork
+
+READY = r'"event": ?"ready"'
+NAME = "model-rank-000.safetensors"
+GATE = """
+from rfork.storage.files import LocalWriter
+write, left = LocalWriter.write, [2]
+
+def gated(self, views):
+    if not left[0]:
+        print("half", flush=True)
+        open({gate!r}).read()
+    left[0] -= 1
+    write(self, views)
+
+LocalWriter.write = gated
+"""
+"""What a writer runs at its start: it stands still in the middle, as opening a FIFO waits for a writer."""
+
+Answer = dict[str, list[dict[str, object]]]
+
+
+@pytest.fixture
+def planner(rfork_process: StartRfork) -> str:
+    """The URL of a planner that knows nobody yet."""
+    process = rfork_process("planner", "--port", "0", "--json", until=READY)
+    return cast(str, json.loads(process.wait_for(rf"^.*{READY}.*$").group())["url"])
+
+
+@pytest.fixture
+def rfork() -> Iterator[Run]:
+    """Runs `rfork snapshot ARGUMENTS` in this process, whose handler of SIGTERM it leaves as it was."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield Run()
+    signal.signal(signal.SIGTERM, before)
+
+
+class Run:
+    """One command after the other."""
+
+    def __call__(self, *arguments: str, code: int = 0, environment: dict[str, str] | None = None) -> str:
+        """All that it prints, once it has ended with that exit code."""
+        more = {"RFORK_TRANSPORTS": "http", **(environment or {})}
+        done = CliRunner().invoke(app, ["snapshot", *arguments], env=more)
+        assert code == done.exit_code, done.output
+        return done.output
+
+    def json(self, *arguments: str, code: int = 0, environment: dict[str, str] | None = None) -> Answer:
+        """Its first JSON document."""
+        lines = self(*arguments, "--json", code=code, environment=environment).splitlines()
+        return cast(Answer, next(json.loads(line) for line in lines if line.startswith('{"snapshots')))
+
+
+def restored(model: Path, uri: str, settings: StorageSettings | None = None) -> str:
+    """The hash of the model's tensors, filled from the snapshot there."""
+    image = capture(empty_model(model))
+    snapshot = Snapshot.open(uri, image.layout, settings=settings)
+    snapshot.fill(image)
+    snapshot.close()
+    return image_sha256(image)
+
+
+@pytest.fixture(scope="module")
+def expected_sha256(tiny_model: Path) -> str:
+    """The hash of the tiny model's tensors, as loaded from its checkpoint."""
+    return image_sha256(capture(loaded_model(tiny_model)))
+
+
+def test_from_a_seed_to_a_file_and_back(
+    rfork_process: StartRfork,
+    planner: str,
+    rfork: Run,
+    tiny_model: Path,
+    tmp_path: Path,
+    expected_sha256: str,
+) -> None:
+    """Over the wire into one safetensors file, the tensors equal; then verified, damaged, removed."""
+    environment = {"RFORK_TRANSPORTS": "http"}
+    seed = ["seed", str(tiny_model), "--name", "tiny", "--planner", planner, "--json"]
+    rfork_process(*seed, until=READY, environment=environment)
+    folder = (tmp_path / "rev-1").as_uri()
+    write = ["snapshot", folder, "--name", "tiny", "--planner", planner, "--json"]
+    writer = rfork_process(*write, environment=environment)
+    assert 0 == writer.wait()
+    (written,) = cast(Answer, json.loads(writer.stdout))["snapshots"]
+    path = tmp_path / "rev-1" / NAME
+    assert (path.as_uri(), "tiny", path.stat().st_size) == (
+        written["uri"],
+        written["model"],
+        written["bytes_written"],
+    )
+    read, state = load_file(path), loaded_model(tiny_model).state_dict()
+    kept = {name: tensor for name, tensor in state.items() if name in read}
+    assert all(torch.equal(read[name], tensor) for name, tensor in kept.items())
+    assert set(state) - {"model.embed_tokens.weight"} == set(kept)
+    assert expected_sha256 == restored(tiny_model, folder)
+    # Whoever took it is no instance any more, and no fork of it runs.
+    with PlannerClient(planner) as client:
+        assert ([1], []) == ([model.seeds for model in client.models()], client.forks(state="running"))
+    assert str(written["weights_id"]) in rfork("verify", folder)
+    data = bytearray(path.read_bytes())
+    data[len(data) - 2 * MIB] ^= 1
+    path.write_bytes(data)
+    damage = cast(list[str], rfork.json("verify", folder, code=6)["snapshots"][0]["damage"])
+    assert [f"{path.as_uri()}: chunk 5"] == [line[: len(path.as_uri()) + 9] for line in damage]
+    assert "chunk 5" in rfork("verify", folder, code=6)
+    assert "removed 1 snapshot" in rfork("rm", folder)
+    assert [] == [each for each in tmp_path.rglob("*") if each.is_file()]
+
+
+def test_two_ranks_share_their_chunks(planner: str, rfork: Run, tiny_model: Path, tmp_path: Path) -> None:
+    """Each rank is fetched in its turn; what both hold is stored once, also for the next revision."""
+    settings = Settings(planner=planner, transports=("http",), drain_s=0)
+    module = loaded_model(tiny_model)
+    first, second = Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2)
+    place = ["--name", "two", "--planner", planner, "--shared"]
+    with (
+        engine.seed(module, model="two", rank=first, settings=settings) as one,
+        engine.seed(module, model="two", rank=second, settings=settings) as other,
+    ):
+        assert one.wait_acknowledged(10)
+        assert other.wait_acknowledged(10)
+        told = rfork.json(str(tmp_path / "rev-1"), *place)["snapshots"]
+        again = rfork.json(str(tmp_path / "rev-2"), *place, "--rank", "1")["snapshots"]
+        refused = rfork(str(tmp_path / "one.safetensors"), *place, code=2)
+        assert "is one file, and two has 2 ranks" in refused
+        assert "runs without rank 7" in rfork(str(tmp_path / "rev-3"), *place, "--rank", "7", code=2)
+    whole = cast(int, told[0]["bytes_written"])
+    assert [(first.key, whole, 0), (second.key, 0, whole), (second.key, 0, whole)] == [
+        (each["rank"], each["bytes_written"], each["bytes_already"]) for each in (*told, *again)
+    ]
+    listed = rfork.json("ls", str(tmp_path))["snapshots"]
+    assert [("shared", whole, None)] * 3 == [
+        (each["form"], each["shared_bytes"], each["trouble"]) for each in listed
+    ]
+    assert "0.000 GB freed" in rfork("rm", str(tmp_path / "rev-1"))
+    assert "chunks" in rfork("verify", str(tmp_path))
+    rfork("rm", str(tmp_path / "rev-2"))
+    assert [] == [each for each in tmp_path.rglob("*") if each.is_file()]
+
+
+@pytest.mark.parametrize("form", [(), ("--shared",)], ids=["file", "shared"])
+def test_a_writer_that_is_killed_leaves_no_snapshot(
+    rfork_process: StartRfork, rfork: Run, tiny_model: Path, tmp_path: Path, form: tuple[str, ...]
+) -> None:
+    """What it left is shown, is no snapshot to anybody, and is swept up."""
+    gate, patch, folder = tmp_path / "gate", tmp_path / "patch", tmp_path / "out" / "rev-1"
+    os.mkfifo(gate)
+    patch.mkdir()
+    (patch / "sitecustomize.py").write_text(GATE.format(gate=str(gate)))
+    writer = rfork_process(
+        "snapshot",
+        str(folder),
+        "--from",
+        str(tiny_model),
+        *form,
+        until="^half",
+        environment={"PYTHONPATH": str(patch)},
+    )
+    writer.signal(signal.SIGKILL)
+    assert -signal.SIGKILL == writer.wait()
+    listed = rfork.json("ls", str(tmp_path / "out"))
+    assert ([], True) == (listed["snapshots"], len(listed["leftovers"]) > 0)
+    assert "no snapshot lies below" in rfork("verify", str(tmp_path / "out"), code=6)
+    rfork("rm", str(tmp_path / "out"), "--leftovers")
+    assert [] == [each for each in (tmp_path / "out").rglob("*") if each.is_file()]
+
+
+def test_there_and_back_in_s3(s3: SeaweedServer, rfork: Run, tiny_model: Path, expected_sha256: str) -> None:
+    """Both forms in a bucket: written, listed, verified, restored, removed."""
+    environment, root = s3.environment(), "s3://models/snapshot-cli"
+    rfork(f"{root}/rev-1/", "--from", str(tiny_model), "--name", "tiny", "--shared", environment=environment)
+    rfork(f"{root}/rev-2/", "--from", str(tiny_model), "--name", "tiny", environment=environment)
+    listed = rfork.json("ls", root, environment=environment)
+    assert ([("shared", None), ("file", None)], []) == (
+        [(each["form"], each["trouble"]) for each in listed["snapshots"]],
+        listed["leftovers"],
+    )
+    assert [expected_sha256] * 2 == [
+        restored(tiny_model, f"{root}/{revision}/", s3.settings()) for revision in ("rev-1", "rev-2")
+    ]
+    assert 2 == rfork("verify", root, environment=environment).count(": right: ")
+    for revision in ("rev-1", "rev-2"):
+        rfork("rm", f"{root}/{revision}", environment=environment)
+    assert {"snapshots": [], "leftovers": []} == rfork.json("ls", root, environment=environment)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("ftp://host/x", "--from", "{model}"), 2, "is of no kind known here"),
+        (("https://127.0.0.1:1/x/", "--from", "{model}"), 2, "can only be read"),
+        (("ls", "https://127.0.0.1:1/x/"), 2, "cannot be listed"),
+        (("verify", "{folder}/none"), 6, "No such file or directory"),
+        (("rm", "{folder}"), 6, "no snapshot lies in"),
+        (("{folder}", "--name", "tiny"), 2, "no planner is set"),
+        (("{folder}",), 2, "nothing says which weights to write"),
+        (("{folder}", "--from", "{folder}"), 2, "holds no config.json"),
+        (("/proc/nowhere/x", "--from", "{model}"), 6, "/proc/nowhere"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    rfork: Run, tiny_model: Path, tmp_path: Path, arguments: tuple[str, ...], code: int, said: str
+) -> None:
+    """Each says what is wrong, with the exit code of whose fault it is."""
+    given = [word.format(model=tiny_model, folder=tmp_path) for word in arguments]
+    (line,) = [line for line in rfork(*given, code=code).splitlines() if line.startswith("error: ")]
+    assert said in line
+
+
+def test_a_seed_writes_its_own_snapshot(tiny_model: Path, tmp_path: Path, expected_sha256: str) -> None:
+    """In the engine's process, while it serves; unless its weights change meanwhile."""
+    module = loaded_model(tiny_model)
+    settings = Settings(transports=("http",), drain_s=0)
+    with engine.seed(module, model="tiny", settings=settings) as giving:
+        snapshot_of(giving, str(tmp_path / "rev-1"))
+        assert expected_sha256 == restored(tiny_model, str(tmp_path / "rev-1"))
+
+        def update(count: int) -> None:
+            if giving.generation == 0:
+                with giving.updating():
+                    next(module.parameters()).data.add_(1)
+
+        with pytest.raises(SourceChanged, match="given up"):
+            snapshot_of(giving, str(tmp_path / "rev-2"), progress=update)
+        assert ([NAME, f"{NAME}.manifest.json"], 1) == (
+            sorted(path.name for path in tmp_path.rglob("*") if path.is_file()),
+            giving.generation,
+        )
+        snapshot_of(giving, str(tmp_path / "rev-2"), shared=True)
+        assert image_sha256(capture(module)) == restored(tiny_model, str(tmp_path / "rev-2"))

@@ -1,0 +1,138 @@
+"""Storage in memory: a bucket whose objects are bytes, and which fails where a test says so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from rfork.errors import StorageCorrupt, StorageError, StorageMissing
+from rfork.settings import StorageSettings
+from rfork.storage import stores
+from rfork.storage.blob import Entry, Store
+from rfork.storage.location import Location
+
+Fault = Callable[[str, str], None]
+"""Called with what is done (open, read, write, commit, remove) and the path, before it is done; may raise."""
+
+
+class MemoryBucket:
+    """Objects by path. `log` holds what was done, in order; `open_blobs` counts what was not closed."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.log: list[tuple[str, str]] = []
+        self.open_blobs = 0
+        self.fault: Fault | None = None
+        self.lock = threading.Lock()
+
+    def did(self, what: str, path: str) -> None:
+        """Note it, and fail where the test says so."""
+        with self.lock:
+            self.log.append((what, path))
+        if self.fault is not None:
+            self.fault(what, path)
+
+    def done(self, what: str) -> list[str]:
+        """The paths of all that was done of one kind."""
+        return [path for kind, path in self.log if kind == what]
+
+
+class MemoryBlob:
+    """One object as it was when it was opened; see `Blob`."""
+
+    version = None
+
+    def __init__(self, bucket: MemoryBucket, path: str, data: bytes) -> None:
+        self.uri = f"s3://bucket/{path}"
+        self.size = len(data)
+        self._bucket = bucket
+        self._path = path
+        self._data = data
+        self._closed = False
+        with bucket.lock:
+            bucket.open_blobs += 1
+
+    def read(self, offset: int, into: Sequence[memoryview]) -> None:
+        if self._closed:
+            raise StorageError(f"{self.uri} is closed")
+        self._bucket.did("read", self._path)
+        for view in into:
+            piece = self._data[offset : offset + view.nbytes]
+            if len(piece) < view.nbytes:
+                raise StorageCorrupt(f"{self.uri} ends at byte {self.size}")
+            view[:] = piece
+            offset += view.nbytes
+
+    def close(self) -> None:
+        with self._bucket.lock:
+            self._bucket.open_blobs -= not self._closed
+            self._closed = True
+
+
+class MemoryWriter:
+    """An object in the making; see `Writer`."""
+
+    def __init__(self, bucket: MemoryBucket, path: str) -> None:
+        self.data = bytearray()
+        self._bucket = bucket
+        self._path = path
+
+    def write(self, views: Sequence[memoryview]) -> None:
+        self._bucket.did("write", self._path)
+        for view in views:
+            self.data += view
+
+
+class MemoryStore:
+    """What lies below a path of a bucket; see `Store`."""
+
+    def __init__(self, bucket: MemoryBucket, folder: Location) -> None:
+        self.uri = folder.uri
+        self._bucket = bucket
+        self._path = folder.path
+
+    def open(self, name: str) -> MemoryBlob:
+        path = self._path + name
+        self._bucket.did("open", path)
+        data = self._bucket.objects.get(path)
+        if data is None:
+            raise StorageMissing(f"{self.uri}{name}: no such object")
+        return MemoryBlob(self._bucket, path, data)
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        for path, data in sorted(self._bucket.objects.items()):
+            if path.startswith(self._path + prefix):
+                yield Entry(path.removeprefix(self._path), len(data))
+
+    @contextmanager
+    def write(self, name: str, *, replace: bool = True) -> Iterator[MemoryWriter]:
+        path = self._path + name
+        writer = MemoryWriter(self._bucket, path)
+        yield writer
+        self._bucket.did("commit", path)
+        with self._bucket.lock:
+            if replace or path not in self._bucket.objects:
+                self._bucket.objects[path] = bytes(writer.data)
+
+    def remove(self, name: str) -> None:
+        self._bucket.did("remove", self._path + name)
+        self._bucket.objects.pop(self._path + name, None)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> MemoryBucket:
+    """A bucket that every s3:// URI means."""
+    made = MemoryBucket()
+    real = stores.open_store
+
+    def open_store(folder: Location, settings: StorageSettings | None = None) -> Store:
+        return MemoryStore(made, folder) if folder.scheme == "s3" else real(folder, settings)
+
+    monkeypatch.setattr(stores, "open_store", open_store)
+    return made

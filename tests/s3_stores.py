@@ -1,0 +1,103 @@
+"""Stores of the S3 server that all tests of a run share, and what tests do with them."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+
+from benchmarks import seaweed
+from benchmarks.seaweed import SeaweedServer
+from rfork.errors import RforkError
+from rfork.storage.blob import Store, part
+from rfork.storage.location import Location
+from rfork.storage.stores import open_store
+
+MIB = 1 << 20
+SEVERAL_PARTS = 9 * MIB
+"""Bytes of a blob that is uploaded in two parts."""
+
+OpenStore = Callable[..., Store]
+Use = Callable[[Store], None]
+
+
+@pytest.fixture
+def s3_store(s3: SeaweedServer) -> Iterator[OpenStore]:
+    """Opens stores: ``open_(uri, **settings)``, in a folder of the test's own without a URI."""
+    pytest.importorskip("botocore", reason="NO boto3: S3 IS NOT TESTED")
+    folder = f"tests/{uuid.uuid4().hex}/"
+    stores: list[Store] = []
+
+    def open_(uri: str = f"s3://models/{folder}", **changes: bool | float | str) -> Store:
+        store = open_store(Location.parse(uri), s3.settings(**{"attempts": 3} | changes))
+        stores.append(store)
+        return store
+
+    yield open_
+    for store in stores:
+        store.close()
+
+
+def put(store: Store, name: str, data: bytes, *, replace: bool = True) -> None:
+    """Write a blob."""
+    with store.write(name, replace=replace) as writer:
+        writer.write([memoryview(data)])
+
+
+def get(store: Store, name: str) -> bytes:
+    """A whole blob."""
+    with closing(store.open(name)) as blob:
+        return part(blob, 0, blob.size)
+
+
+def random_bytes(size: int) -> bytes:
+    """The same for the same size."""
+    return random.Random(size).randbytes(size)
+
+
+def uploads(server: SeaweedServer) -> list[str]:
+    """Keys of the uploads in parts that are neither complete nor aborted."""
+    from botocore.session import Session
+
+    client = Session().create_client("s3", region_name=seaweed.REGION, endpoint_url=server.endpoint)
+    found = client.list_multipart_uploads(Bucket="models").get("Uploads", ())
+    client.close()
+    return [upload["Key"] for upload in found]
+
+
+def failed(use: Callable[[], None]) -> tuple[type[RforkError], str]:
+    """The kind of error that `use` raises, and what it says of what it names."""
+    with pytest.raises(RforkError) as caught:
+        use()
+    return type(caught.value), str(caught.value).partition(": ")[2]
+
+
+def open_it(store: Store) -> None:
+    """Open a blob."""
+    store.open("blob").close()
+
+
+def list_it(store: Store) -> None:
+    """List all blobs."""
+    list(store.list())
+
+
+def put_it(store: Store) -> None:
+    """Write a small blob."""
+    put(store, "blob", b"abc")
+
+
+def upload_it(store: Store) -> None:
+    """Write a blob in parts."""
+    put(store, "blob", bytes(SEVERAL_PARTS))
+
+
+def remove_it(store: Store) -> None:
+    """Remove a blob."""
+    store.remove("blob")
+
+
+every_way = pytest.mark.parametrize("use", [open_it, list_it, put_it, upload_it, remove_it])

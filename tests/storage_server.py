@@ -1,0 +1,354 @@
+"""A web server with ranges for tests, on threads of the test's own process, with faults by script.
+
+::
+
+    with StorageServer({"model.bin": data}) as server:
+        blob = WebStore(Location.parse(server.url()), settings).open("model.bin")
+        server.script.then(Reset(after=1000))
+        blob.read(0, views)                       # its first answer breaks off after 1000 bytes
+        server.put("model.bin", other)            # replaced: another ETag
+        assert 2 == len(server.seen("model.bin")[1:])
+
+It answers GET and HEAD with one ``bytes=A-B`` range each, keeps connections alive, and heeds If-Match,
+If-Unmodified-Since and, with `token`, Authorization. Names are paths without their leading slash, decoded.
+For faults before a server of another kind see `tests.fault_proxy`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.utils import formatdate, parsedate_to_datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+from urllib.parse import unquote
+
+from rfork.transport.http.fields import RangeNotSatisfiable, bearer, names_tag, requested_range
+from tests.storage_faults import Fault, Fields, Replace, Reset, Script, Stall, Status, Truncate, Whole
+
+PIECE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A request: its path without the query, the query, the fields by lower-case name, and its answer."""
+
+    path: str
+    query: str
+    fields: Mapping[str, str]
+    status: int
+
+    @property
+    def range(self) -> str:
+        """The Range field."""
+        return self.fields.get("range", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An object, its entity tag, and when it was written, in seconds since the epoch."""
+
+    data: bytes
+    etag: str
+    modified: float
+
+    @classmethod
+    def of(cls, data: bytes, modified: float) -> Stored:
+        """With the tag that S3 would give it."""
+        return cls(data, f'"{hashlib.md5(data).hexdigest()}"', modified)
+
+
+class StorageServer:
+    """Serves objects from memory, given as a mapping or as a folder that is read once, until it is closed.
+
+    `tags`: what kind of ETag its answers have; `dates`: whether they have Last-Modified. `heeds`: whether it
+    looks at conditions at all. `tls`: a server context; then its URLs are https. `host`: what URLs name.
+    """
+
+    def __init__(
+        self,
+        objects: Mapping[str, bytes] | Path,
+        *,
+        tags: Literal["strong", "weak", "none"] = "strong",
+        dates: bool = True,
+        heeds: bool = True,
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self.script = Script()
+        self.tags = tags
+        self.dates = dates
+        self.heeds = heeds
+        self.token = token
+        self.lock = threading.Condition()
+        self._bytes_sent = 0
+        self._requests: list[Seen] = []
+        self._written = 1_700_000_000.0
+        self._objects: dict[str, Stored] = {}
+        if isinstance(objects, Path):
+            files = (path for path in objects.rglob("*") if path.is_file())
+            objects = {str(path.relative_to(objects)): path.read_bytes() for path in files}
+        for name, data in objects.items():
+            self.put(name, data)
+        self._scheme = "https" if tls is not None else "http"
+        self._host = host
+        self._tcp = _Tcp(self, tls)
+        self._thread = threading.Thread(target=self._tcp.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens, on 127.0.0.1."""
+        return self._tcp.server_port
+
+    def url(self, name: str = "") -> str:
+        """The URL of an object, or of all of them."""
+        return f"{self._scheme}://{self._host}:{self.port}/{name}"
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write an object, or replace it: with another tag and date."""
+        with self.lock:
+            self._written += 10
+            self._objects[name] = Stored.of(data, self._written)
+
+    def remove(self, name: str) -> None:
+        """Remove an object."""
+        with self.lock:
+            del self._objects[name]
+
+    def stored(self, name: str) -> Stored | None:
+        """The object of a name, as it is now."""
+        with self.lock:
+            return self._objects.get(name)
+
+    def seen(self, path: str = "") -> list[Seen]:
+        """The requests so far whose path holds `path`, in the order of their answers' heads."""
+        with self.lock:
+            return [request for request in self._requests if path in request.path]
+
+    def await_requests(self, count: int, deadline_s: float = 60.0) -> None:
+        """Wait until so many requests have come in all. Raises TimeoutError where they do not."""
+        with self.lock:
+            if not self.lock.wait_for(lambda: len(self._requests) >= count, deadline_s):
+                raise TimeoutError(f"{len(self._requests)} requests came, not {count}")
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of bodies so far, heads and refusals not counted."""
+        with self.lock:
+            return self._bytes_sent
+
+    @property
+    def connections(self) -> int:
+        """Connections accepted so far."""
+        return self._tcp.accepted
+
+    def note(self, request: Seen) -> None:
+        """For the handler: a request is being answered."""
+        with self.lock:
+            self._requests.append(request)
+            self.lock.notify_all()
+
+    def sent(self, count: int) -> None:
+        """For the handler: bytes of a body went out."""
+        with self.lock:
+            self._bytes_sent += count
+
+    def close(self) -> None:
+        """Stop it, and end its connections."""
+        self.script.release()
+        self._tcp.shutdown()
+        self._tcp.end_connections()
+        self._tcp.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Tcp(ThreadingHTTPServer):
+    daemon_threads = False
+    request_queue_size = 128
+
+    def __init__(self, storage: StorageServer, tls: ssl.SSLContext | None) -> None:
+        self.storage = storage
+        self.accepted = 0
+        self._tls = tls
+        self._open: set[socket.socket] = set()
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
+        connected, address = super().get_request()
+        self.accepted += 1
+        if self._tls is not None:
+            connected = self._tls.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
+        with self.storage.lock:
+            self._open.add(connected)
+        return connected, address
+
+    def shutdown_request(self, request: socket.socket | tuple[bytes, socket.socket]) -> None:
+        if isinstance(request, socket.socket):
+            with self.storage.lock:
+                self._open.discard(request)
+            request.close()
+
+    def handle_error(
+        self, request: socket.socket | tuple[bytes, socket.socket], client_address: tuple[str, int]
+    ) -> None:
+        """Clients that leave are what these tests are about."""
+
+    def end_connections(self) -> None:
+        with self.storage.lock:
+            for connected in self._open:
+                try:
+                    socket.socket.shutdown(connected, socket.SHUT_RDWR)
+                except OSError:
+                    continue  # the client was faster
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Tcp
+
+    def do_GET(self) -> None:
+        storage = self.server.storage
+        path, _, query = self.path.partition("?")
+        name = unquote(path.lstrip("/"))
+        fault = storage.script.take(name)
+        if isinstance(fault, Stall | Reset | Truncate) and fault.after is None:
+            self._note(name, query, 0)
+            self._break_off(fault)
+            if not isinstance(fault, Stall):
+                return
+        if isinstance(fault, Status):
+            self._note(name, query, fault.status)
+            self._refuse(fault)
+            return
+        answer = _answer(storage, name, self._fields(), whole=isinstance(fault, Whole))
+        self._note(name, query, answer.status)
+        if isinstance(answer, Status):
+            self._refuse(answer)
+        else:
+            self._give(answer, fault)
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: str) -> None:
+        """Tests ask `StorageServer.seen` instead."""
+
+    def _note(self, name: str, query: str, status: int) -> None:
+        self.server.storage.note(Seen(name, query, self._fields(), status))
+
+    def _fields(self) -> dict[str, str]:
+        return {name.lower(): value for name, value in self.headers.items()}
+
+    def _refuse(self, answer: Status) -> None:
+        self.send_response(answer.status)
+        length = (
+            {"Transfer-Encoding": "chunked"} if answer.chunked else {"Content-Length": str(len(answer.text))}
+        )
+        for name, value in {**answer.fields, **length}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        coded = b"%x\r\n%s\r\n0\r\n\r\n" % (len(answer.text), answer.text)
+        self.wfile.write(coded if answer.chunked else answer.text)
+
+    def _give(self, answer: _Part, fault: Fault | None) -> None:
+        fields = dict(answer.fields)
+        if isinstance(fault, Fields):
+            fields = {name: value for name, value in {**fields, **fault.fields}.items() if value is not None}
+        self.send_response(answer.status)
+        for name, value in fields.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        body = memoryview(answer.data)
+        if isinstance(fault, Stall | Reset | Truncate) and fault.after is not None:
+            self._send(body[: fault.after])
+            self._break_off(fault)
+            body = body[fault.after :]
+        if isinstance(fault, Replace):
+            self._send(body[: fault.after])
+            self.server.storage.put(unquote(self.path.partition("?")[0].lstrip("/")), fault.data)
+            self.close_connection = True
+        if not self.close_connection:
+            self._send(body)
+
+    def _send(self, body: memoryview) -> None:
+        for begin in range(0, len(body), PIECE):
+            piece = body[begin : begin + PIECE]
+            self.wfile.write(piece)
+            self.server.storage.sent(len(piece))
+
+    def _break_off(self, fault: Stall | Reset | Truncate) -> None:
+        if isinstance(fault, Stall):
+            self.server.storage.script.stall()
+            return
+        if isinstance(fault, Reset):
+            reset(self.connection)
+        self.close_connection = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A body to give, and its head."""
+
+    status: int
+    fields: Mapping[str, str]
+    data: bytes
+
+
+def _answer(storage: StorageServer, name: str, asked: Mapping[str, str], *, whole: bool) -> _Part | Status:
+    """What a server that does nothing wrong answers."""
+    if storage.token is not None and (shown := bearer(asked)) != storage.token:
+        return Status(401 if shown is None else 403)
+    stored = storage.stored(name)
+    if stored is None:
+        return Status(404)
+    size = len(stored.data)
+    about: dict[str, str] = {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+    if storage.tags != "none":
+        about["ETag"] = ("W/" if storage.tags == "weak" else "") + stored.etag
+    if storage.dates:
+        about["Last-Modified"] = formatdate(stored.modified, usegmt=True)
+    if storage.heeds and not _holds(stored, asked):
+        return Status(412, about)
+    try:
+        wanted = requested_range(asked["range"], size) if "range" in asked and not whole else None
+    except RangeNotSatisfiable:
+        return Status(416, {**about, "Content-Range": f"bytes */{size}"})
+    if wanted is None:
+        return _Part(200, {**about, "Content-Length": str(size)}, stored.data)
+    begin, end = wanted
+    place = {"Content-Range": f"bytes {begin}-{end - 1}/{size}", "Content-Length": str(end - begin)}
+    return _Part(206, {**about, **place}, stored.data[begin:end])
+
+
+def _holds(stored: Stored, asked: Mapping[str, str]) -> bool:
+    if "if-match" in asked:
+        return names_tag(asked["if-match"], stored.etag)
+    if "if-unmodified-since" in asked:
+        return stored.modified <= parsedate_to_datetime(asked["if-unmodified-since"]).timestamp()
+    return True
+
+
+def reset(connected: socket.socket) -> None:
+    """Have a connection end with RST instead of FIN once it is closed."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

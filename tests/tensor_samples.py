@@ -1,0 +1,49 @@
+"""Tensors of every kind that a file format may stumble over, and whether two are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+KEY = bytes(range(32))
+PASSWORD = "correct horse"
+
+
+Raw = dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]
+
+
+def samples() -> dict[str, torch.Tensor]:
+    """One tensor of each type and of each odd shape."""
+    generator = torch.Generator().manual_seed(7)
+    return {
+        "embed.weight": torch.randn(33, 17, generator=generator),
+        "layers.0.norm": torch.randn(5, generator=generator).to(torch.bfloat16),
+        "layers.0.half": torch.randn(4, 3, generator=generator).half(),
+        "layers.0.double": torch.randn(3, generator=generator).double(),
+        "layers.0.fp8": torch.randn(9, generator=generator).to(torch.float8_e4m3fn),
+        "layers.0.fp8_wide": torch.randn(9, generator=generator).to(torch.float8_e5m2),
+        "ids": torch.arange(12).reshape(3, 4),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "shorts": torch.arange(-3, 4, dtype=torch.int16),
+        "mask": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(1.5),
+        "empty": torch.zeros(0, 3),
+        "transposed": torch.arange(6.0).reshape(2, 3).t(),
+        "strided": torch.arange(20.0)[::2],
+    }
+
+
+def raw(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
+    """Type, shape and bytes: equal where two tensors are, NaN or not."""
+    whole = tensor.detach().contiguous()
+    data = whole.reshape(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b""
+    return tensor.dtype, tuple(tensor.shape), data
+
+
+def all_raw(
+    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+) -> Raw:
+    """The same of named tensors, by name."""
+    items = tensors.items() if isinstance(tensors, Mapping) else tensors
+    return {name: raw(tensor) for name, tensor in items}

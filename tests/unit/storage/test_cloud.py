@@ -1,0 +1,173 @@
+"""Google's and Azure's storage through obstore, whose store in memory stands for theirs."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+pytest.importorskip("obstore", reason="NO obstore: gs:// AND az:// ARE NOT TESTED")
+
+from obstore import exceptions as raised
+from obstore.store import MemoryStore
+
+from rfork.errors import (
+    RforkError,
+    SettingsError,
+    StorageChanged,
+    StorageDenied,
+    StorageError,
+    StorageFull,
+    StorageMissing,
+)
+from rfork.settings import StorageSettings
+from rfork.storage import cloud
+from rfork.storage.blob import Entry, part
+from rfork.storage.cloud import CloudStore
+from rfork.storage.cloud_errors import failure, passes
+from rfork.storage.location import Location
+
+MIB = 1 << 20
+SETTINGS = StorageSettings(memory=16 * MIB)  # parts of 2 MiB
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> CloudStore:
+    """A store of gs://models/llama/, in memory."""
+    memory = MemoryStore()
+    monkeypatch.setattr(cloud, "_connect", lambda folder, settings: memory)
+    return CloudStore(Location.parse("gs://models/llama"), SETTINGS)
+
+
+def _put(store: CloudStore, name: str, *pieces: bytes, replace: bool = True) -> None:
+    with store.write(name, replace=replace) as writer:
+        for piece in pieces:
+            writer.write([memoryview(piece)])
+
+
+def _get(store: CloudStore, name: str) -> bytes:
+    with closing(store.open(name)) as blob:
+        return part(blob, 0, blob.size)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2 * MIB, 2 * MIB + 1, 9 * MIB])
+def test_what_is_written_is_read(store: CloudStore, size: int) -> None:
+    """Blobs of any size come back whole, by one request or in parts, whatever becomes of the memory."""
+    memory = bytearray(b"abc" * (size // 3) + b"abc"[: size % 3])
+    data = bytes(memory)
+    with store.write("blob") as writer:
+        writer.write([memoryview(memory)])
+        memory[:] = bytes(size)
+    assert (data, [Entry("blob", size)]) == (_get(store, "blob"), list(store.list()))
+
+
+def test_reads_of_a_range(store: CloudStore) -> None:
+    """A read fills its views from its offset on; beyond the end there is nothing."""
+    _put(store, "blob", b"0123456789")
+    first, second = bytearray(3), bytearray(2)
+    with closing(store.open("blob")) as blob:
+        blob.read(4, [memoryview(first), memoryview(second)])
+        with pytest.raises(StorageError, match=r"blob has 10 bytes, not \[9, 11\)"):
+            part(blob, 9, 2)
+    assert (b"456", b"78") == (bytes(first), bytes(second))
+    with pytest.raises(StorageError, match="blob was closed"):
+        part(blob, 0, 1)
+
+
+def test_names_are_of_the_folder(store: CloudStore) -> None:
+    """A list holds what is below the folder, by any prefix, in the order of names."""
+    for name in ("b", "a/2", "a/1", "ab"):
+        _put(store, name, name.encode())
+    assert ["a/1", "a/2", "ab", "b"] == [entry.name for entry in store.list()]
+    assert ["a/1", "a/2", "ab"] == [entry.name for entry in store.list("a")]
+    store.remove("a/1")
+    store.remove("a/1")
+    assert ["a/2"] == [entry.name for entry in store.list("a/")]
+
+
+@pytest.mark.parametrize("size", [3, 5 * MIB])
+def test_what_is_there_stays(store: CloudStore, size: int) -> None:
+    """Without `replace` the first writer's bytes stay, silently; with it the last one's do."""
+    _put(store, "blob", b"a" * size, replace=False)
+    _put(store, "blob", b"b" * (size + 1), replace=False)
+    kept = _get(store, "blob")
+    _put(store, "blob", b"b" * (size + 1))
+    assert (b"a" * size, b"b" * (size + 1)) == (kept, _get(store, "blob"))
+
+
+@pytest.mark.parametrize("size", [3, 9 * MIB])
+def test_an_exception_leaves_nothing(store: CloudStore, size: int) -> None:
+    """Leaving the block with an exception makes no blob, and the exception is the caller's own."""
+
+    def interrupted() -> None:
+        with store.write("blob") as writer:
+            writer.write([memoryview(bytes(size))])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [] == list(store.list())
+
+
+def test_a_blob_that_is_replaced(store: CloudStore) -> None:
+    """A blob that another was put in the place of is not read on."""
+    _put(store, "blob", b"abc")
+    with closing(store.open("blob")) as blob:
+        _put(store, "blob", b"xyz")
+        with pytest.raises(StorageChanged, match="gs://models/llama/blob was replaced while it was read"):
+            part(blob, 0, 3)
+
+
+def test_a_name_that_is_not_there(store: CloudStore) -> None:
+    """To open it is an error of one line."""
+    with pytest.raises(StorageMissing, match=r"^gs://models/llama/nothing: there is no such object$"):
+        store.open("nothing")
+
+
+URL = "https://account.blob.core.windows.net/models/a?sv=1&sig=secret"
+
+
+@pytest.mark.parametrize(
+    ("error", "meant", "line", "again"),
+    [
+        (FileNotFoundError("a"), StorageMissing, "u: there is no such object", False),
+        (
+            FileNotFoundError("404: <Error><Code>ContainerNotFound</Code></Error>"),
+            StorageMissing,
+            "u: there is no such bucket",
+            False,
+        ),
+        (raised.PreconditionError("x"), StorageChanged, "u was replaced while it was read", False),
+        (
+            raised.PermissionDeniedError(f"GET {URL}: 403\n\nDebug source:\nmore"),
+            StorageDenied,
+            "u: access denied: GET https://account.blob.core.windows.net/models/a 403",
+            False,
+        ),
+        (
+            raised.GenericError(f"GET {URL} - Server returned non-2xx status code: 503 Busy"),
+            StorageError,
+            "u: GET https://account.blob.core.windows.net/models/a - Server returned non-2xx status code: "
+            "503 Busy",
+            True,
+        ),
+        (
+            raised.GenericError("Server returned non-2xx status code: 507"),
+            StorageFull,
+            "u: no room is left: Server returned non-2xx status code: 507",
+            True,
+        ),
+        (
+            raised.GenericError("GET http://169.254.169.254/metadata: no route"),
+            StorageDenied,
+            "u: no credentials were found, or they cannot be used: "
+            "GET http://169.254.169.254/metadata: no route",
+            True,
+        ),
+        (ValueError("no account"), SettingsError, "u cannot be used: no account", False),
+    ],
+)
+def test_obstores_errors(error: Exception, meant: type[RforkError], line: str, again: bool) -> None:
+    """Each is the error that it means, in one line without signatures, and is met again or not."""
+    found = failure("u", error)
+    assert (meant, line, again) == (type(found), str(found), passes(error))

@@ -1,0 +1,252 @@
+"""Reading local files past the page cache, and from it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rfork.image.host_memory import copy_block, host_view
+from rfork.storage import direct, kernel
+from rfork.storage.direct import SAMPLES, Direct, DirectFile, Ended, Ways, ways_of
+from rfork.storage.staging import Staging, fresh
+
+MIB = 1 << 20
+SIZE = 3 * MIB + 777
+Preadv = Callable[[int, Sequence[memoryview], int], int]
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of three MiB and some, on whatever file system tests have."""
+    path = tmp_path_factory.mktemp("direct") / "data"
+    path.write_bytes(os.urandom(SIZE))
+    return path
+
+
+def view_of(memory: torch.Tensor) -> memoryview:
+    """A tensor's bytes."""
+    return host_view(memory.data_ptr(), memory.numel())
+
+
+@contextmanager
+def opened(path: Path, how: Direct, staging: Staging | None = None) -> Iterator[DirectFile]:
+    """A file, open to be read."""
+    descriptor = os.open(path, os.O_RDONLY)
+    file = DirectFile(descriptor, how, staging or Staging(16 * MIB))
+    try:
+        yield file
+    finally:
+        file.close()
+        os.close(descriptor)
+
+
+@pytest.fixture
+def ways() -> Iterator[None]:
+    """Nothing is known of any device, before and after."""
+    ways_of.cache_clear()
+    yield
+    ways_of.cache_clear()
+
+
+@pytest.fixture
+def is_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is in the page cache, as far as the kernel tells."""
+    monkeypatch.setattr(kernel, "resident", lambda *_: 0)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How each read of a file was made, as they come: `direct` or `cached`."""
+    import fcntl
+
+    made: list[str] = []
+    preadv = os.preadv
+
+    def noted(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        made.append("direct" if flags & os.O_DIRECT else "cached")
+        return preadv(descriptor, views, offset)
+
+    monkeypatch.setattr(os, "preadv", noted)
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    how=st.sampled_from(["auto", "always", "never"]),
+    begin=st.one_of(st.integers(0, SIZE), st.sampled_from([0, 511, 512, 4096, SIZE - 1])),
+    sizes=st.lists(st.integers(0, 300_000), max_size=6),
+    buffer=st.sampled_from([4096, 8192, 1 << 20]),
+)
+def test_every_range_is_read(how: Direct, begin: int, sizes: list[int], buffer: int, path: Path) -> None:
+    """Whatever offsets and lengths, and into however many views: the bytes are the file's."""
+    while begin + sum(sizes) > SIZE:
+        sizes = sizes[1:]
+    views = [bytearray(size) for size in sizes]
+    with pytest.MonkeyPatch.context() as patch, opened(path, how, Staging(buffer, buffer)) as file:
+        patch.setattr(direct, "LEAST_DIRECT", 1)
+        patch.setattr(kernel, "resident", lambda *_: 0)
+        file.read(begin, [memoryview(view) for view in views])
+    assert path.read_bytes()[begin : begin + sum(sizes)] == b"".join(views)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    begin=st.integers(0, 10_000), length=st.integers(2 * MIB, SIZE - 10_000), shift=st.sampled_from([0, 8])
+)
+def test_straight_into_huge_pages(begin: int, length: int, shift: int, path: Path) -> None:
+    """Memory in huge pages is filled without a copy where it is aligned like the file; whole either way."""
+    memory = fresh(length + shift, begin)[shift:]
+    with opened(path, "always") as file:
+        file.read(begin, [view_of(memory)])
+    assert path.read_bytes()[begin : begin + length] == memory.numpy().tobytes()
+
+
+def test_memory_like_the_file_needs_no_copy(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the two ends, that share a block of the disk with other bytes, pass through staging."""
+    copied: list[int] = []
+
+    def noted(block: memoryview, views: Sequence[memoryview]) -> None:
+        copied.append(block.nbytes)
+        copy_block(block, views)
+
+    monkeypatch.setattr("rfork.storage.direct.copy_block", noted)
+    monkeypatch.setattr(kernel, "direct_alignment", lambda _: 4096)
+    monkeypatch.setattr(kernel, "mapped", lambda _, length: kernel.Mapped(length, length))
+    memory = fresh(2 * MIB + 10_000, 100)
+    with opened(path, "always") as file:
+        file.read(100, [view_of(memory)])
+    assert [3996, (2 * MIB + 10_100) % 4096] == copied
+
+
+@pytest.mark.usefixtures("ways")
+def test_what_is_cached_is_read_from_the_cache(
+    path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where most of a block is resident, the disk is not asked."""
+    monkeypatch.setattr(kernel, "resident", lambda _, __, length: length // 2 + 1)
+    with opened(path, "auto") as file:
+        file.read(0, [memoryview(bytearray(2 * MIB))])
+    assert {"cached"} == set(reads)
+
+
+@pytest.mark.usefixtures("ways", "is_cold")
+def test_small_reads_go_through_the_cache(path: Path, reads: list[str]) -> None:
+    """Headers and single small tensors are not worth the question."""
+    with opened(path, "auto") as file:
+        file.read(5, [memoryview(bytearray(1000))])
+    assert ["cached"] == reads
+
+
+@pytest.mark.usefixtures("ways", "is_cold")
+@pytest.mark.parametrize("refusal", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_without_direct_reads(
+    path: Path, refusal: int, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the first direct read is refused, that one and all others go through the page cache."""
+    preadv, refused = os.preadv, list[int]()
+
+    def refuse(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        count = preadv(descriptor, views, offset)
+        if reads[-1] == "direct":
+            refused.append(offset)
+            raise OSError(refusal, os.strerror(refusal))
+        return count
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    got = [bytearray(2 * MIB), bytearray(MIB)]
+    with opened(path, "always") as file:
+        file.read(3, [memoryview(got[0])])
+        file.read(4, [memoryview(got[1])])
+    data = path.read_bytes()
+    assert ([data[3 : 2 * MIB + 3], data[4 : MIB + 4]], 1) == ([bytes(view) for view in got], len(refused))
+
+
+def test_an_error_of_the_disk_is_no_refusal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the disk fails at is raised, and not tried another way."""
+    tried: list[int] = []
+
+    def fail(_: int, __: Sequence[memoryview], offset: int) -> int:
+        tried.append(offset)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with opened(path, "always") as file, pytest.raises(OSError, match="Input/output"):
+        file.read(0, [memoryview(bytearray(2 * MIB))])
+    assert [0] == tried
+
+
+@pytest.mark.parametrize("how", ["always", "never"])
+@pytest.mark.parametrize("begin", [SIZE - 1000, SIZE - 2 * MIB, SIZE, SIZE + 4096])
+def test_a_file_that_ends_too_early(how: Direct, begin: int, path: Path, reads: list[str]) -> None:
+    """Bytes that are not there are an error, and never zeros; nor is that a reason to read another way."""
+    with opened(path, how) as file:
+        for _ in range(2):
+            with pytest.raises(Ended):
+                file.read(begin, [memoryview(bytearray(2 * MIB + 1))])
+    assert {"direct" if how == "always" else "cached"} == set(reads)
+
+
+def told(ways: Ways, cached_s: float, direct_s: float) -> list[str]:
+    """The ways that blocks were read, where each takes so long."""
+    used: list[str] = []
+    for _ in range(4 * SAMPLES):
+        way = ways.next()
+        used.append(way)
+        ways.took(way, cached_s if way == "cached" else direct_s)
+    return used
+
+
+@pytest.mark.parametrize(
+    ("cached_s", "direct_s", "kept"),
+    [(1.0, 2.0, "cached"), (2.0, 1.0, "direct"), (1.0, 1.05, "direct")],
+)
+def test_the_quicker_way_is_kept(cached_s: float, direct_s: float, kept: str) -> None:
+    """Both are tried in turn, as often as each other; then one is kept, direct reads where it is close."""
+    used = told(Ways(), cached_s, direct_s)
+    assert ["direct", "cached"] * SAMPLES + [kept] * 2 * SAMPLES == used
+
+
+def test_no_more_samples_than_needed() -> None:
+    """While the last samples are not in, further blocks are read past the cache."""
+    ways = Ways()
+    used = [ways.next() for _ in range(3 * SAMPLES)]
+    assert (SAMPLES, None) == (used.count("cached"), ways.chosen)
+
+
+@pytest.mark.usefixtures("ways", "is_cold")
+def test_what_was_measured_holds_for_the_device(path: Path, reads: list[str]) -> None:
+    """The next file of the device is read the way that was quicker with the ones before."""
+    ways_of(path.stat().st_dev).chosen = "cached"
+    with opened(path, "auto") as file:
+        file.read(0, [memoryview(bytearray(2 * MIB))])
+    assert {"cached"} == set(reads)
+
+
+def test_what_the_kernel_tells(path: Path) -> None:
+    """A file just written is in the page cache; new memory has no pages before it is populated."""
+    with path.open("rb") as file:
+        there = kernel.resident(file.fileno(), 5, MIB), kernel.resident_when_mapped(file.fileno(), 0, MIB)
+    memory = fresh(8 * MIB)
+    before = kernel.mapped(memory.data_ptr(), memory.numel())
+    kernel.populate(memory.data_ptr(), memory.numel())
+    after = kernel.mapped(memory.data_ptr(), memory.numel())
+    assert {there[0], there[1]} <= {None, MIB + 4096, MIB}
+    assert before in (None, (0, 0))
+    assert after is None or after.present == 8 * MIB
+
+
+def test_views_of_torch_memory() -> None:
+    """The address of a view is that of its tensor."""
+    memory = torch.empty(100, dtype=torch.uint8)
+    assert memory.data_ptr() == kernel.address_of(view_of(memory))

@@ -1,0 +1,227 @@
+"""Many ranges of blobs into memory at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rfork.errors import StorageChanged
+from rfork.settings import StorageSettings
+from rfork.storage import reading_plan
+from rfork.storage.reading import Extent, fill
+from rfork.storage.reading_plan import GAP, Plan, block_bytes
+
+MIB = 1 << 20
+NEVER_S = 60.0
+SETTINGS = StorageSettings(streams=4)
+
+
+class Bytes:
+    """A blob of so many bytes, no two runs of which are alike; `before` is called with each read."""
+
+    version = None
+
+    def __init__(self, size: int, seed: int = 0, before: Callable[[int], None] | None = None) -> None:
+        self.uri = f"s3://bucket/{seed}"
+        self.size = size
+        self.data = bytes((index * 31 + (index >> 8) + seed) % 251 for index in range(size))
+        self.reads: list[tuple[int, int]] = []
+        self._before = before
+
+    def read(self, offset: int, into: Sequence[memoryview]) -> None:
+        self.reads.append((offset, sum(view.nbytes for view in into)))
+        if self._before is not None:
+            self._before(offset)
+        for view in into:
+            view[:] = self.data[offset : offset + view.nbytes]
+            offset += view.nbytes
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def content(extent: Extent) -> bytes:
+    """What has come into an extent."""
+    return bytes(extent.into.tolist())
+
+
+def wanted(extent: Extent) -> bytes:
+    """What belongs in an extent."""
+    blob = extent.blob
+    assert isinstance(blob, Bytes)
+    return blob.data[extent.offset : extent.offset + extent.into.numel()]
+
+
+BLOBS = (Bytes(700), Bytes(500, seed=7))
+RANGES = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(0, 500), st.integers(0, 200), st.booleans()), max_size=30
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(RANGES, st.integers(1, 300), st.integers(0, 8), st.integers(1, 5))
+def test_every_extent_is_filled(
+    ranges: list[tuple[int, int, int, bool]], size: int, gap: int, streams: int
+) -> None:
+    """Whatever lies where, overlaps, touches or repeats, each extent gets its bytes and no others change."""
+    extents, line = [], torch.full((10_000,), 255, dtype=torch.uint8)
+    at = 0
+    for which, offset, length, touching in ranges:
+        offset = min(offset, BLOBS[which].size)
+        length = min(length, BLOBS[which].size - offset)
+        at += 0 if touching else 3
+        extents.append(Extent(BLOBS[which], offset, line[at : at + length]))
+        at += length
+    told: list[int] = []
+    amounts: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading_plan, "GAP", gap)
+        patch.setattr("rfork.storage.reading.block_bytes", lambda *_: size)
+        fill(extents, StorageSettings(streams=streams), on_filled=told.append, progress=amounts.append)
+    expected = bytearray(b"\xff" * 10_000)
+    for extent in extents:
+        begin = extent.into.data_ptr() - line.data_ptr()
+        expected[begin : begin + extent.into.numel()] = wanted(extent)
+    assert bytes(expected) == bytes(line.tolist())
+    assert list(range(len(extents))) == sorted(told)
+    assert sum(extent.into.numel() for extent in extents) == sum(amounts)
+
+
+def test_small_neighbours_are_read_together() -> None:
+    """Extents that lie side by side, or almost, are one read; those far apart are not."""
+    blob = Bytes(4 * GAP)
+    offsets = [*range(0, 1000, 10), 1000 + GAP, 1010 + 2 * GAP + 1]
+    fill([Extent(blob, offset, torch.empty(10, dtype=torch.uint8)) for offset in offsets], SETTINGS)
+    assert [(0, 1010 + GAP), (1010 + 2 * GAP + 1, 10)] == sorted(blob.reads)
+
+
+def test_blocks_end_at_multiples_of_their_size() -> None:
+    """A long extent at an odd offset is cut where the disk's blocks are, and only there."""
+    extent = Extent(Bytes(0), 4321, torch.empty(40 * MIB, dtype=torch.uint8))
+    blocks = list(Plan([extent], 16 * MIB).blocks())
+    assert [16 * MIB, 32 * MIB, 4321 + 40 * MIB] == [block.end for block in blocks]
+    assert all(one.end == other.begin for one, other in pairwise(blocks))
+
+
+@pytest.mark.parametrize(
+    ("total", "streams", "memory", "expected"),
+    [
+        (4 << 30, 8, 128 * MIB, 16 * MIB),
+        (64 * MIB, 8, 128 * MIB, 8 * MIB),
+        (MIB, 8, 128 * MIB, 4 * MIB),
+        (4 << 30, 1, 16 * MIB, 16 * MIB),
+        (65 * MIB, 8, 128 * MIB, 9 * MIB),
+    ],
+)
+def test_size_of_blocks(total: int, streams: int, memory: int, expected: int) -> None:
+    """16 MiB where there is much to read, less so that no stream is idle, and never a sliver."""
+    assert expected == block_bytes(total, streams, memory)
+
+
+def test_an_error_stops_the_others() -> None:
+    """The first error is raised as it is, what is under way ends first, and nothing is begun any more."""
+    others, failed = threading.Barrier(4), threading.Event()
+    ended: list[int] = []
+
+    def before(offset: int) -> None:
+        others.wait(NEVER_S)
+        if offset == 0:
+            failed.set()
+            raise StorageChanged("somebody replaced it")
+        failed.wait(NEVER_S)
+        ended.append(offset)
+
+    blob = Bytes(16 * 2 * GAP, before=before)
+    extents = [Extent(blob, index * 2 * GAP, torch.empty(10, dtype=torch.uint8)) for index in range(16)]
+    with pytest.raises(StorageChanged, match="somebody replaced it"):
+        fill(extents, SETTINGS)
+    assert (3, 4) == (len(ended), len(blob.reads))
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt()])
+@pytest.mark.parametrize("which", ["on_filled", "progress"])
+def test_a_callback_that_raises(which: str, error: BaseException) -> None:
+    """What a callback raises ends the call, as it is."""
+
+    def fail(_: int) -> None:
+        raise error
+
+    extents = [Extent(Bytes(100), 0, torch.empty(100, dtype=torch.uint8))]
+    with pytest.raises(type(error)):
+        fill(extents, SETTINGS, **{which: fail})
+
+
+def test_an_interrupt_ends_the_reads() -> None:
+    """Ctrl-C is raised once the reads under way have ended: nobody writes into the memory any more."""
+    heard = threading.Event()
+    ended: list[int] = []
+
+    def hear(*_: object) -> None:
+        heard.set()
+        raise KeyboardInterrupt
+
+    def before(offset: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        heard.wait(NEVER_S)
+        ended.append(offset)
+
+    blob = Bytes(100, before=before)
+    handler = signal.signal(signal.SIGINT, hear)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fill([Extent(blob, 0, torch.empty(100, dtype=torch.uint8))], SETTINGS)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    running = [thread.name for thread in threading.enumerate() if thread.name == "rfork-read"]
+    assert ([0], []) == (ended, running)
+
+
+def test_progress_is_told_by_one_at_a_time() -> None:
+    """No call of `progress` is under way while another is made."""
+    inside = threading.Lock()
+    alone: list[bool] = []
+
+    def progress(_: int) -> None:
+        alone.append(inside.acquire(blocking=False))
+        inside.release()
+
+    blob = Bytes(32 * 2 * GAP)
+    extents = [Extent(blob, index * 2 * GAP, torch.empty(10, dtype=torch.uint8)) for index in range(32)]
+    fill(extents, SETTINGS, progress=progress)
+    assert [True] * 32 == alone
+
+
+def test_nothing_to_fill() -> None:
+    """No extents, or none with bytes: every one is whole, and nothing is read."""
+    blob, told = Bytes(10), list[int]()
+    fill([], SETTINGS, on_filled=told.append)
+    fill([Extent(blob, 10, torch.empty(0, dtype=torch.uint8))], SETTINGS, on_filled=told.append)
+    assert ([0], []) == (told, blob.reads)
+
+
+def test_no_more_streams_than_set() -> None:
+    """So many reads are under way at once, and no more."""
+    lock, under_way, most = threading.Lock(), set[int](), list[int]()
+    full = threading.Barrier(4)
+
+    def before(offset: int) -> None:
+        with lock:
+            under_way.add(offset)
+            most.append(len(under_way))
+        full.wait(NEVER_S)
+        with lock:
+            under_way.remove(offset)
+        full.wait(NEVER_S)
+
+    blob = Bytes(16 * 2 * GAP, before=before)
+    extents = [Extent(blob, index * 2 * GAP, torch.empty(10, dtype=torch.uint8)) for index in range(16)]
+    fill(extents, SETTINGS)
+    assert (4, [content(extent) for extent in extents]) == (max(most), [wanted(e) for e in extents])

@@ -35,7 +35,7 @@ from rfork.image import ranges
 from rfork.image.capture import capture
 from rfork.image.proof import image_sha256
 from rfork.settings import Settings
-from rfork.storage.snapshot_writer import write_snapshot
+from rfork.storage.snapshots.writer import write_snapshot
 from rfork.wire import ForkProgress
 
 CHECKPOINT: Final = "model.safetensors"

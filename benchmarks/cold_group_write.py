@@ -16,7 +16,7 @@ from rfork import logs
 from rfork.image.capture import capture
 from rfork.image.proof import image_sha256
 from rfork.storage.location import Location
-from rfork.storage.snapshot_writer import write_snapshot
+from rfork.storage.snapshots.writer import write_snapshot
 from rfork.storage.stores import open_store
 
 

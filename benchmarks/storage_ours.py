@@ -12,9 +12,9 @@ from torch import nn
 from benchmarks.storage_case import Contender, Load, Target
 from benchmarks.storage_image import Stored, Tensors
 from rfork.errors import RforkError
-from rfork.storage.formats import open_checkpoint
-from rfork.storage.load import load
-from rfork.storage.save import save
+from rfork.storage.formats.choice import open_checkpoint
+from rfork.storage.modules.load import load
+from rfork.storage.modules.save import save
 
 NAME = "rfork"
 

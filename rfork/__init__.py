@@ -17,30 +17,30 @@ if TYPE_CHECKING:
     from rfork.fork.report import ForkReport
     from rfork.image.capture import capture
     from rfork.settings import Settings, StorageSettings
-    from rfork.storage.lazy import load_tensors, open, tensors
-    from rfork.storage.load import LoadReport, load
-    from rfork.storage.no_init import no_init
-    from rfork.storage.save import save
+    from rfork.storage.modules.lazy import load_tensors, open, tensors
+    from rfork.storage.modules.load import LoadReport, load
+    from rfork.storage.modules.no_init import no_init
+    from rfork.storage.modules.save import save
     from rfork.wire import Rank
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "ForkReport": "rfork.fork.report",
-    "LoadReport": "rfork.storage.load",
+    "LoadReport": "rfork.storage.modules.load",
     "Rank": "rfork.wire",
     "RforkError": "rfork.errors",
     "Settings": "rfork.settings",
     "StorageSettings": "rfork.settings",
     "capture": "rfork.image.capture",
     "fork": "rfork.engines.torch",
-    "load": "rfork.storage.load",
-    "load_tensors": "rfork.storage.lazy",
-    "no_init": "rfork.storage.no_init",
-    "open": "rfork.storage.lazy",
-    "save": "rfork.storage.save",
+    "load": "rfork.storage.modules.load",
+    "load_tensors": "rfork.storage.modules.lazy",
+    "no_init": "rfork.storage.modules.no_init",
+    "open": "rfork.storage.modules.lazy",
+    "save": "rfork.storage.modules.save",
     "seed": "rfork.engines.torch",
-    "tensors": "rfork.storage.lazy",
+    "tensors": "rfork.storage.modules.lazy",
 }
 
 __all__ = [

@@ -69,8 +69,8 @@ def convert(
     shapes and bytes stay as they are. Nothing is left at DST where the command fails.
     """
     with reported(as_json=as_json):
-        from rfork.storage.convert import convert as run
-        from rfork.storage.tensorizer_crypt import Secret
+        from rfork.storage.convert.convert import convert as run
+        from rfork.storage.tensorizer.crypt import Secret
 
         unlock = Secret.from_files(source_key, source_password)
         lock = Secret.from_files(key, password)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rfork.image.manifest import Manifest
     from rfork.image.memory import Image
-    from rfork.storage.snapshot_writer import Written
+    from rfork.storage.snapshots.writer import Written
     from rfork.wire import ForkProgress, InstanceReport, Rank
 
 WRITE = "write"
@@ -159,7 +159,7 @@ def _from_fleet(
     name: str, numbers: Sequence[int], uri: str, settings: Settings, *, shared: bool
 ) -> list[_Done]:
     from rfork.engines.fetching import fetch, ranks_of
-    from rfork.storage.snapshot_files import place_of, snapshot_name
+    from rfork.storage.snapshots.files import place_of, snapshot_name
 
     with planner_client(settings) as client:
         holders = _chosen(ranks_of(client, name), numbers, name)
@@ -198,7 +198,7 @@ def _chosen(holders: Sequence[InstanceReport], numbers: Sequence[int], name: str
 
 
 def _write(image: Image, manifest: Manifest, uri: str, rank: Rank, model: str, *, shared: bool) -> _Done:
-    from rfork.storage.snapshot_writer import write_snapshot
+    from rfork.storage.snapshots.writer import write_snapshot
 
     began = time.monotonic()
     done, total = 0, image.layout.image_bytes

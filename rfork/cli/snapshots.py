@@ -11,7 +11,7 @@ from rfork.cli.options import JsonOption
 from rfork.errors import SettingsError, StorageCorrupt, StorageMissing
 
 if TYPE_CHECKING:
-    from rfork.storage.repository import Contents, Found
+    from rfork.storage.snapshots.repository import Contents, Found
 
 PlaceArgument = Annotated[
     str, typer.Argument(metavar="URI", help="A folder, or one snapshot's ….safetensors.")
@@ -55,7 +55,7 @@ def verify(uri: PlaceArgument, as_json: JsonOption = False) -> None:
     Reads all snapshots below URI as streams, in little memory; exit code 6 where one is damaged.
     """
     with reported(as_json=as_json):
-        from rfork.storage.verifying import Verified, Verifier
+        from rfork.storage.snapshots.verifying import Verified, Verifier
 
         snapshots = _contents(uri).snapshots
         if not snapshots:
@@ -121,8 +121,8 @@ def rm(
     """
     with reported(as_json=as_json):
         from rfork.storage.location import Location
-        from rfork.storage.removal import remove_leftovers, remove_snapshots
-        from rfork.storage.repository import Repository
+        from rfork.storage.snapshots.removal import remove_leftovers, remove_snapshots
+        from rfork.storage.snapshots.repository import Repository
 
         if leftovers:
             removed = remove_leftovers(Repository(Location.parse(uri).folder))
@@ -139,8 +139,8 @@ def rm(
 
 
 def _contents(uri: str) -> Contents:
-    from rfork.storage.repository import Contents, Repository, found_at
-    from rfork.storage.snapshot_files import is_file, place_of
+    from rfork.storage.snapshots.files import is_file, place_of
+    from rfork.storage.snapshots.repository import Contents, Repository, found_at
 
     folder, name = place_of(uri)
     if is_file(uri):
@@ -150,8 +150,8 @@ def _contents(uri: str) -> Contents:
 
 def _named(uri: str) -> list[Found]:
     """The snapshots that a file's or a folder's URI means, without those of folders below."""
-    from rfork.storage.repository import Repository
-    from rfork.storage.snapshot_files import is_file, place_of
+    from rfork.storage.snapshots.files import is_file, place_of
+    from rfork.storage.snapshots.repository import Repository
 
     folder, _ = place_of(uri)
     contents = _contents(uri)

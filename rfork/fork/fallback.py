@@ -26,11 +26,11 @@ from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.settings import StorageSettings
 from rfork.storage.base import Storage
-from rfork.storage.checkpoint import Checkpoint
+from rfork.storage.checkpoints.checkpoint import Checkpoint
+from rfork.storage.checkpoints.pieces import CheckpointChunks, NotByteForByte
 from rfork.storage.location import Location
-from rfork.storage.pieces import CheckpointChunks, NotByteForByte
-from rfork.storage.snapshot import Snapshot
-from rfork.storage.snapshot_files import place_of
+from rfork.storage.snapshots.files import place_of
+from rfork.storage.snapshots.snapshot import Snapshot
 from rfork.wire import Rank
 
 log = logger(__name__)

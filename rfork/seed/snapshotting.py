@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rfork.errors import SourceChanged
 from rfork.seed.seed import Seed
 from rfork.settings import StorageSettings
-from rfork.storage.snapshot_writer import Written, write_snapshot
+from rfork.storage.snapshots.writer import Written, write_snapshot
 
 
 def snapshot_of(

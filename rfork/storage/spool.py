@@ -27,7 +27,7 @@ from pathlib import Path
 
 from rfork.image.chunks import Chunks
 from rfork.image.layout import Layout
-from rfork.storage.kernel import MOST_BUFFERS
+from rfork.storage.local.kernel import MOST_BUFFERS
 
 MAGIC = b"rfork-spool-v1\n\0"
 PERSON = b"rfork-spool-v1"

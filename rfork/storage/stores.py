@@ -19,19 +19,19 @@ def open_store(folder: Location, settings: StorageSettings | None = None) -> Sto
     chosen = settings or options.load(StorageSettings)
     match folder.scheme:
         case "file":
-            from rfork.storage.files import LocalStore
+            from rfork.storage.local.files import LocalStore
 
             return LocalStore(folder, chosen)
         case "s3":
-            from rfork.storage.s3 import S3Store
+            from rfork.storage.s3.store import S3Store
 
             return S3Store(folder, chosen)
         case "gs" | "az":
-            from rfork.storage.cloud import CloudStore
+            from rfork.storage.cloud.store import CloudStore
 
             return CloudStore(folder, chosen)
         case _:
-            from rfork.storage.web import WebStore
+            from rfork.storage.web.store import WebStore
 
             return WebStore(folder, chosen)
 

@@ -1,6 +1,6 @@
 """What every format is once it is open: named tensors in storage, any of which can be read.
 
-Runs wherever weights are loaded. `rfork.storage.formats` opens the right kind for a URI.
+Runs wherever weights are loaded. `rfork.storage.formats.choice` opens the right kind for a URI.
 """
 
 from __future__ import annotations

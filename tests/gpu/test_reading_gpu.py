@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from rfork.settings import StorageSettings
-from rfork.storage.files import LocalStore
-from rfork.storage.gds import DirectStorage
-from rfork.storage.landing_cuda import CudaCopier, pinned_staging
+from rfork.storage.local.files import LocalStore
 from rfork.storage.location import Location
-from rfork.storage.reading import Extent, fill
+from rfork.storage.reading.cuda import CudaCopier, pinned_staging
+from rfork.storage.reading.engine import Extent, fill
+from rfork.storage.reading.gds import DirectStorage
 
 pytestmark = [
     pytest.mark.gpu,

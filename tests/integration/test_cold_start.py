@@ -18,7 +18,7 @@ from rfork.engines.transformers import loaded_model
 from rfork.image.capture import capture
 from rfork.image.chunks import MIB
 from rfork.image.proof import image_sha256
-from rfork.storage.snapshot_writer import write_snapshot
+from rfork.storage.snapshots.writer import write_snapshot
 from rfork.wire import source_kind
 from tests.conftest import StartRfork
 from tests.processes import RforkProcess
@@ -27,8 +27,8 @@ READY = r'"event": ?"ready"'
 GATED = 4
 """Chunks that a gated disk gives before it waits."""
 GATE = f"""
-from rfork.storage.checkpoint import Checkpoint
-from rfork.storage.pieces import CheckpointChunks
+from rfork.storage.checkpoints.checkpoint import Checkpoint
+from rfork.storage.checkpoints.pieces import CheckpointChunks
 read, load, waited = CheckpointChunks.read, Checkpoint.load_into, []
 
 def wait():

@@ -13,7 +13,7 @@ from rfork.engines.transformers import loaded_model
 from rfork.image.capture import capture
 from rfork.image.memory import Image
 from rfork.image.proof import image_sha256
-from rfork.storage.snapshot_writer import write_snapshot
+from rfork.storage.snapshots.writer import write_snapshot
 from tests.conftest import StartRfork
 from tests.integration.test_cold_start import Group, Report, results, storage_bytes
 from tests.storage_faults import Reset, Stall

@@ -19,9 +19,9 @@ from benchmarks.seaweed import SeaweedServer
 from rfork.cli.app import app
 from rfork.errors import StorageChanged, StorageError
 from rfork.settings import StorageSettings
-from rfork.storage.formats import open_source
-from rfork.storage.tensorizer_file import TensorizerSource
-from rfork.storage.tensorizer_writer import write_tensors
+from rfork.storage.formats.choice import open_source
+from rfork.storage.tensorizer.source import TensorizerSource
+from rfork.storage.tensorizer.writer import write_tensors
 from tests.conftest import StartRfork
 from tests.storage_faults import Replace, Reset, Stall, Status, Truncate
 from tests.storage_server import StorageServer

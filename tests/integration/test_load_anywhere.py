@@ -17,9 +17,9 @@ from benchmarks.seaweed import SeaweedServer
 from rfork.errors import CheckpointError, StorageChanged, StorageDenied, StorageMissing
 from rfork.image.capture import capture
 from rfork.settings import StorageSettings
-from rfork.storage.checkpoint import Checkpoint
+from rfork.storage.checkpoints.checkpoint import Checkpoint
+from rfork.storage.checkpoints.pieces import CheckpointChunks
 from rfork.storage.location import Location
-from rfork.storage.pieces import CheckpointChunks
 from rfork.storage.stores import open_store
 from tests.storage_server import StorageServer
 

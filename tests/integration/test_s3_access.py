@@ -17,7 +17,7 @@ from benchmarks.seaweed import SeaweedServer
 from rfork.errors import StorageDenied
 from rfork.settings import StorageSettings
 from rfork.storage.location import Location
-from rfork.storage.s3 import S3Store
+from rfork.storage.s3.store import S3Store
 from tests.s3_stores import (
     SEVERAL_PARTS,
     OpenStore,

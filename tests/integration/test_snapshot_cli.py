@@ -25,14 +25,14 @@ from rfork.image.chunks import MIB
 from rfork.image.proof import image_sha256
 from rfork.seed.snapshotting import snapshot_of
 from rfork.settings import Settings, StorageSettings
-from rfork.storage.snapshot import Snapshot
+from rfork.storage.snapshots.snapshot import Snapshot
 from rfork.wire import Rank
 from tests.conftest import StartRfork
 
 READY = r'"event": ?"ready"'
 NAME = "model-rank-000.safetensors"
 GATE = """
-from rfork.storage.files import LocalWriter
+from rfork.storage.local.files import LocalWriter
 write, left = LocalWriter.write, [2]
 
 def gated(self, views):

@@ -18,10 +18,10 @@ import trustme
 from rfork.errors import SettingsError, StorageDenied, StorageError, StorageMissing
 from rfork.settings import StorageSettings
 from rfork.storage.blob import part
-from rfork.storage.ranged import Pool, RangedBlob, Request
-from rfork.storage.ranged_hedge import ENOUGH
-from rfork.storage.ranged_pool import Ended, Leg, dial
-from rfork.storage.ranged_request import Origin
+from rfork.storage.web.blob import Pool, RangedBlob, Request
+from rfork.storage.web.hedge import ENOUGH
+from rfork.storage.web.pool import Ended, Leg, dial
+from rfork.storage.web.request import Origin
 from tests.storage_faults import Fault, Stall, Status
 from tests.storage_server import StorageServer
 

@@ -22,7 +22,7 @@ from rfork.settings import StorageSettings
 from rfork.storage.blob import Blob, part
 from rfork.storage.location import Location
 from rfork.storage.stores import opened
-from rfork.storage.web import WebStore
+from rfork.storage.web.store import WebStore
 from tests.fault_proxy import FaultProxy
 from tests.storage_faults import Fault, Fields, Replace, Reset, Stall, Status, Truncate, Whole
 from tests.storage_server import StorageServer

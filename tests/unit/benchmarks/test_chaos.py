@@ -17,7 +17,7 @@ from benchmarks.chaos_judge import Census, Ending, Finding, Seen, Struck, judge,
 from benchmarks.chaos_tally import Tally
 from benchmarks.chaos_wire import ANSWER, COMMAND, Answer, Command, Look
 from benchmarks.fanout_wire import line
-from rfork.storage.files import LocalFile
+from rfork.storage.local.files import LocalFile
 
 MIB = 1 << 20
 ROUND = Round(7, "seeds", 1, 3, 32, "memory", False, False, (Fault("kill", "relay", 0, 0.5, 0.1, None),))

@@ -29,7 +29,7 @@ from rfork.peer.answers import PeerHost
 from rfork.peer.memory import MemoryPeer, MemoryService
 from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
-from rfork.storage.snapshot_writer import write_snapshot
+from rfork.storage.snapshots.writer import write_snapshot
 from rfork.transport.memory import Faults, MemoryTransport
 from rfork.wire import Plan, Rank, StorageOffer, StorageRead
 from tests.unit.fork.fleet import NEVER_S, Fleet, Script, plan, route, settings

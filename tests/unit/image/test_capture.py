@@ -52,7 +52,8 @@ def test_layout_of_a_module_is_stable_across_releases() -> None:
     root.register_buffer("gaps", torch.zeros(9, dtype=torch.int8)[::2])
     root.register_buffer("none", torch.zeros(0, 3))
     root.tied = root.layers[10].weight
-    root.caches = [{"key": torch.zeros(5, dtype=torch.complex64)}, (torch.tensor(True),)]
+    caches = [{"key": torch.zeros(5, dtype=torch.complex64)}, (torch.tensor(True),)]
+    object.__setattr__(root, "caches", caches)  # a plain attribute, which nn.Module has no type for
     layout = capture(root).layout
     assert ("9c6cd44f4746b5de34874807e303481f", 338) == (layout.layout_id, layout.image_bytes)
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load, load_file
 from torch import nn
 
-from rfork.errors import StorageError
+from rfork.errors import CheckpointError, RforkError, StorageCorrupt, StorageError
 from rfork.image import safetensors_header
 from rfork.image.capture import capture, image_of
 from rfork.image.memory import Image
@@ -105,22 +105,26 @@ def wrapped(text: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("data", "why"),
+    ("data", "kind", "why"),
     [
-        (b"", "it has 0 bytes"),
-        (b"\xff" * 16, "a header of 18446744073709551615 bytes"),
-        (struct.pack("<Q", 50) + b"{}", "cut short: 10 of 58"),
-        (wrapped(b"not json"), "cannot be read"),
-        (wrapped(b"[1, 2]"), "cannot be read"),
-        (wrapped(b"{}"), "has no rfork.layout"),
-        (wrapped(b'{"__metadata__": 3}'), "has no rfork.layout"),
-        (wrapped(json.dumps({"__metadata__": {"rfork.layout": "[3]"}}).encode()), "layout cannot be read"),
+        (b"", StorageCorrupt, "it has 0 bytes"),
+        (b"\xff" * 16, StorageCorrupt, "a header of 18446744073709551615 bytes"),
+        (struct.pack("<Q", 50) + b"{}", StorageCorrupt, "cut short: 10 of 58"),
+        (wrapped(b"not json"), StorageCorrupt, "cannot be read"),
+        (wrapped(b"[1, 2]"), StorageCorrupt, "cannot be read"),
+        (wrapped(b"{}"), CheckpointError, "has no rfork.layout"),
+        (wrapped(b'{"__metadata__": 3}'), CheckpointError, "has no rfork.layout"),
+        (
+            wrapped(json.dumps({"__metadata__": {"rfork.layout": "[3]"}}).encode()),
+            StorageCorrupt,
+            "layout cannot be read",
+        ),
     ],
     ids=["empty", "noise", "cut", "text", "list", "foreign", "metadata", "layout"],
 )
-def test_what_is_no_snapshot_is_one_clear_error(data: bytes, why: str) -> None:
-    """A damaged or foreign file is a storage error that says what is wrong."""
-    with pytest.raises(StorageError, match=why):
+def test_what_is_no_snapshot_is_one_clear_error(data: bytes, kind: type[RforkError], why: str) -> None:
+    """A damaged file is storage's fault, a foreign one the user's; both errors say what is wrong."""
+    with pytest.raises(kind, match=why):
         layout_of(data)
 
 

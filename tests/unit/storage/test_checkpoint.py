@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from rfork.errors import CheckpointError, StorageCorrupt
-from rfork.storage.checkpoint import Checkpoint
-from rfork.storage.formats import INDEX, SINGLE
+from rfork.storage.checkpoints.checkpoint import Checkpoint
+from rfork.storage.formats.choice import INDEX, SINGLE
 
 Tensors = dict[str, torch.Tensor]
 

@@ -21,10 +21,10 @@ from rfork.errors import (
     StorageMissing,
 )
 from rfork.settings import StorageSettings
-from rfork.storage import cloud
 from rfork.storage.blob import Entry, part
-from rfork.storage.cloud import CloudStore
-from rfork.storage.cloud_errors import failure, passes
+from rfork.storage.cloud import store as cloud
+from rfork.storage.cloud.errors import failure, passes
+from rfork.storage.cloud.store import CloudStore
 from rfork.storage.location import Location
 
 MIB = 1 << 20

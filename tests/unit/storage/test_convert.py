@@ -22,11 +22,11 @@ from rfork.errors import (
     StorageMissing,
 )
 from rfork.settings import StorageSettings
-from rfork.storage.convert import convert
-from rfork.storage.formats import open_source
-from rfork.storage.save import save
-from rfork.storage.tensorizer_crypt import Secret
-from rfork.storage.tensorizer_writer import write_tensors
+from rfork.storage.convert.convert import convert
+from rfork.storage.formats.choice import open_source
+from rfork.storage.modules.save import save
+from rfork.storage.tensorizer.crypt import Secret
+from rfork.storage.tensorizer.writer import write_tensors
 from tests.memory_bucket import MemoryBucket, bucket
 from tests.tensor_samples import KEY, Raw, all_raw
 

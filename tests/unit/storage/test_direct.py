@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rfork.image.host_memory import copy_block, host_view
-from rfork.storage import direct, kernel
-from rfork.storage.direct import SAMPLES, Direct, DirectFile, Ended, Ways, ways_of
-from rfork.storage.staging import Staging, fresh
+from rfork.storage.local import direct, kernel
+from rfork.storage.local.direct import SAMPLES, Direct, DirectFile, Ended, Ways, ways_of
+from rfork.storage.reading.staging import Staging, fresh
 
 MIB = 1 << 20
 SIZE = 3 * MIB + 777
@@ -120,7 +120,7 @@ def test_memory_like_the_file_needs_no_copy(path: Path, monkeypatch: pytest.Monk
         copied.append(block.nbytes)
         copy_block(block, views)
 
-    monkeypatch.setattr("rfork.storage.direct.copy_block", noted)
+    monkeypatch.setattr("rfork.storage.local.direct.copy_block", noted)
     monkeypatch.setattr(kernel, "direct_alignment", lambda _: 4096)
     monkeypatch.setattr(kernel, "mapped", lambda _, length: kernel.Mapped(length, length))
     memory = fresh(2 * MIB + 10_000, 100)

@@ -20,8 +20,8 @@ from rfork.errors import (
 )
 from rfork.settings import StorageSettings
 from rfork.storage.blob import Entry, part
-from rfork.storage.files import Cursor, LocalFile, LocalStore
-from rfork.storage.kernel import MOST_BUFFERS
+from rfork.storage.local.files import Cursor, LocalFile, LocalStore
+from rfork.storage.local.kernel import MOST_BUFFERS
 from rfork.storage.location import Location
 
 NEVER_S = 60.0

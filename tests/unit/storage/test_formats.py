@@ -14,7 +14,7 @@ from rfork.errors import CheckpointError, SettingsError, StorageCorrupt, Storage
 from rfork.image.capture import image_of
 from rfork.image.safetensors_header import header
 from rfork.settings import StorageSettings
-from rfork.storage.formats import INDEX, SINGLE, open_checkpoint, open_source
+from rfork.storage.formats.choice import INDEX, SINGLE, open_checkpoint, open_source
 from rfork.storage.location import Location
 from rfork.wire import Rank
 from tests.unit.storage.memory_store import MemoryBlob, MemoryStore

@@ -14,10 +14,10 @@ import torch
 from rfork.errors import StorageChanged, StorageError
 from rfork.image.host_memory import host_view
 from rfork.settings import StorageSettings
-from rfork.storage.files import LocalFile
-from rfork.storage.gds import DirectStorage
-from rfork.storage.reading import Extent
-from rfork.storage.reading_plan import Block, Plan
+from rfork.storage.local.files import LocalFile
+from rfork.storage.reading.engine import Extent
+from rfork.storage.reading.gds import DirectStorage
+from rfork.storage.reading.plan import Block, Plan
 from tests.unit.storage.test_reading import Bytes
 
 CONTENT = bytes(range(256)) * 64
@@ -59,7 +59,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalFile]
     """A file that is not in the page cache."""
     path = tmp_path / "data"
     path.write_bytes(CONTENT)
-    monkeypatch.setattr("rfork.storage.kernel.resident", lambda *_: 0)
+    monkeypatch.setattr("rfork.storage.local.kernel.resident", lambda *_: 0)
     file = LocalFile(path, StorageSettings())
     yield file
     file.close()
@@ -91,7 +91,7 @@ def test_a_block_is_read_piece_by_piece(file: LocalFile) -> None:
 def test_what_goes_through_the_host(file: LocalFile, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files in the page cache are quicker that way, and objects have no other."""
     if why == "cached":
-        monkeypatch.setattr("rfork.storage.kernel.resident", lambda _, __, length: length)
+        monkeypatch.setattr("rfork.storage.local.kernel.resident", lambda _, __, length: length)
     blob = file if why == "cached" else Bytes(1000)
     library = Library()
     done = DirectStorage(library).read(*pieces_of([Extent(blob, 0, torch.empty(9, dtype=torch.uint8))]))

@@ -10,11 +10,11 @@ import torch
 
 from rfork.errors import StorageError
 from rfork.settings import StorageSettings
-from rfork.storage import reading
-from rfork.storage.landing import Arrival
-from rfork.storage.reading import Extent, fill
-from rfork.storage.reading_plan import Block
-from rfork.storage.staging import Staging
+from rfork.storage.reading import engine as reading
+from rfork.storage.reading.engine import Extent, fill
+from rfork.storage.reading.landing import Arrival
+from rfork.storage.reading.plan import Block
+from rfork.storage.reading.staging import Staging
 from tests.unit.storage.test_reading import Bytes
 
 KIB = 1 << 10

@@ -13,9 +13,9 @@ from torch import nn
 import rfork
 from rfork.errors import CheckpointError, StorageCorrupt
 from rfork.image.capture import capture
-from rfork.storage.formats import INDEX, SINGLE
-from rfork.storage.module_state import state_of
-from rfork.storage.snapshot_writer import write_snapshot
+from rfork.storage.formats.choice import INDEX, SINGLE
+from rfork.storage.modules.state import state_of
+from rfork.storage.snapshots.writer import write_snapshot
 
 
 class Model(nn.Module):

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save
 
 from rfork.settings import StorageSettings
-from rfork.storage.origin import MOST_REMOTE_READS, SAMPLE_BYTES, origin_of
-from rfork.storage.safetensors_file import read_shard
-from rfork.storage.safetensors_source import SafetensorsSource
+from rfork.storage.checkpoints.origin import MOST_REMOTE_READS, SAMPLE_BYTES, origin_of
+from rfork.storage.formats.safetensors_file import read_shard
+from rfork.storage.formats.safetensors_source import SafetensorsSource
 from tests.unit.storage.memory_store import MemoryBlob
 
 TENSORS = {f"layers.{number}.weight": torch.full((200, 300), float(number)) for number in range(100)}

@@ -16,9 +16,9 @@ from rfork.errors import CheckpointError, StorageError
 from rfork.fork.fallback import Derived
 from rfork.image.capture import capture
 from rfork.image.memory import Image
-from rfork.storage.checkpoint import Checkpoint
-from rfork.storage.formats import INDEX, SINGLE
-from rfork.storage.pieces import CheckpointChunks, NotByteForByte
+from rfork.storage.checkpoints.checkpoint import Checkpoint
+from rfork.storage.checkpoints.pieces import CheckpointChunks, NotByteForByte
+from rfork.storage.formats.choice import INDEX, SINGLE
 
 ROOM = 400_000
 

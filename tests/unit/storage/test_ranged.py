@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rfork.errors import StorageChanged, StorageError
-from rfork.storage.ranged_answer import Identity, check_part, opened, refusal
-from rfork.storage.ranged_exchange import joined
-from rfork.storage.ranged_request import Origin, Request
-from rfork.storage.ranged_retry import Passing
+from rfork.storage.web.answer import Identity, check_part, opened, refusal
+from rfork.storage.web.exchange import joined
+from rfork.storage.web.request import Origin, Request
+from rfork.storage.web.retry import Passing
 from rfork.transport.http.heads import ResponseHead
 
 URI = "https://models.example/llama.bin"

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rfork.settings import StorageSettings
-from rfork.storage.ranged_hedge import ENOUGH, SHARE, SOONEST_S, Hedges
-from rfork.storage.ranged_pool import Ended, Leg, Pool
-from rfork.storage.ranged_request import Origin
-from rfork.storage.ranged_retry import LONGEST_ASKED_S, LONGEST_S, PROGRESS, Attempts, retry_after
+from rfork.storage.web.hedge import ENOUGH, SHARE, SOONEST_S, Hedges
+from rfork.storage.web.pool import Ended, Leg, Pool
+from rfork.storage.web.request import Origin
+from rfork.storage.web.retry import LONGEST_ASKED_S, LONGEST_S, PROGRESS, Attempts, retry_after
 
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
 MIB = 1 << 20

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from rfork.errors import StorageChanged
 from rfork.settings import StorageSettings
-from rfork.storage import reading_plan
-from rfork.storage.reading import Extent, fill
-from rfork.storage.reading_plan import GAP, Plan, block_bytes
+from rfork.storage.reading import plan as reading_plan
+from rfork.storage.reading.engine import Extent, fill
+from rfork.storage.reading.plan import GAP, Plan, block_bytes
 
 MIB = 1 << 20
 NEVER_S = 60.0
@@ -84,7 +84,7 @@ def test_every_extent_is_filled(
     amounts: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading_plan, "GAP", gap)
-        patch.setattr("rfork.storage.reading.block_bytes", lambda *_: size)
+        patch.setattr("rfork.storage.reading.engine.block_bytes", lambda *_: size)
         fill(extents, StorageSettings(streams=streams), on_filled=told.append, progress=amounts.append)
     expected = bytearray(b"\xff" * 10_000)
     for extent in extents:

@@ -13,10 +13,10 @@ from rfork.image.chunks import MIB
 from rfork.image.memory import Image
 from rfork.settings import StorageSettings
 from rfork.storage.location import Location
-from rfork.storage.removal import Removed, remove_leftovers, remove_snapshots
-from rfork.storage.repository import Contents, Found, Repository, found_at
-from rfork.storage.snapshot_writer import write_snapshot
-from rfork.storage.verifying import Verified, Verifier
+from rfork.storage.snapshots.removal import Removed, remove_leftovers, remove_snapshots
+from rfork.storage.snapshots.repository import Contents, Found, Repository, found_at
+from rfork.storage.snapshots.verifying import Verified, Verifier
+from rfork.storage.snapshots.writer import write_snapshot
 from rfork.wire import Rank
 from tests.memory_bucket import MemoryBucket, bucket
 

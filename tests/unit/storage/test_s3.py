@@ -14,11 +14,11 @@ pytest.importorskip("botocore", reason="NO boto3: S3 IS NOT TESTED")
 
 from rfork.errors import SettingsError, StorageDenied
 from rfork.settings import StorageSettings
-from rfork.storage import s3 as module
-from rfork.storage import s3_bucket
 from rfork.storage.location import Location
-from rfork.storage.s3 import S3Store
-from rfork.storage.s3_bucket import S3Bucket
+from rfork.storage.s3 import bucket as s3_bucket
+from rfork.storage.s3 import store as module
+from rfork.storage.s3.bucket import S3Bucket
+from rfork.storage.s3.store import S3Store
 from tests.seaweed import UseIdentity, use_identity
 
 __all__ = ["use_identity"]

@@ -17,7 +17,7 @@ from rfork.errors import (
     StorageFull,
     StorageMissing,
 )
-from rfork.storage.s3_errors import ConditionFailed, Conflict, Elsewhere, Unsupported, explain, failure
+from rfork.storage.s3.errors import ConditionFailed, Conflict, Elsewhere, Unsupported, explain, failure
 
 URI = "s3://models/llama/a.bin"
 

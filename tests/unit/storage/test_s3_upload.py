@@ -11,9 +11,9 @@ import pytest
 
 from rfork.errors import RforkError, StorageCorrupt, StorageDenied, StorageError, StorageFull
 from rfork.settings import StorageSettings
-from rfork.storage.s3_errors import ConditionFailed, Conflict, Unsupported
-from rfork.storage.s3_parts import PARTS, SMALLEST, Body, Head, Part, buffers, part_size, whole_tag
-from rfork.storage.s3_upload import writing
+from rfork.storage.s3.errors import ConditionFailed, Conflict, Unsupported
+from rfork.storage.s3.parts import PARTS, SMALLEST, Body, Head, Part, buffers, part_size, whole_tag
+from rfork.storage.s3.upload import writing
 
 MIB = 1 << 20
 SETTINGS = StorageSettings(streams=2, memory=32 * MIB, attempts=3)

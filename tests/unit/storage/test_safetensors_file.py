@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 from rfork.errors import StorageCorrupt
 from rfork.image.capture import image_of
 from rfork.image.safetensors_header import header
-from rfork.storage.safetensors_file import read_shard
+from rfork.storage.formats.safetensors_file import read_shard
 from tests.unit.storage.memory_store import MemoryBlob
 
 Header = dict[str, JsonValue]

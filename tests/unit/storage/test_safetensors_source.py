@@ -17,8 +17,8 @@ from rfork.errors import CheckpointError, StorageError
 from rfork.image.capture import image_of
 from rfork.image.safetensors_header import header
 from rfork.settings import StorageSettings
-from rfork.storage.safetensors_file import read_shard
-from rfork.storage.safetensors_source import SafetensorsSource
+from rfork.storage.formats.safetensors_file import read_shard
+from rfork.storage.formats.safetensors_source import SafetensorsSource
 from tests.unit.storage.memory_store import MemoryBlob
 
 Tensors = Mapping[str, torch.Tensor]
@@ -147,7 +147,7 @@ def test_converting_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         taken.append(shape[0] * dtype.itemsize)
         return empty(*shape, dtype=dtype)
 
-    monkeypatch.setattr("rfork.storage.converting.torch.empty", counted)
+    monkeypatch.setattr("rfork.storage.formats.converting.torch.empty", counted)
     with closing(source):
         source.read_into(into)
     monkeypatch.undo()

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from rfork.errors import SettingsError, UnsupportedTensor
-from rfork.storage.formats import open_source
-from rfork.storage.save import save
+from rfork.storage.formats.choice import open_source
+from rfork.storage.modules.save import save
 from rfork.wire import Rank
 from tests.memory_bucket import MemoryBucket, bucket
 from tests.tensor_samples import KEY, PASSWORD, all_raw, samples

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rfork.errors import StorageCorrupt, StorageError
 from rfork.storage.blob import part
 from rfork.storage.location import Location
-from rfork.storage.shared_blob import MOST_OPEN, SharedBlob
+from rfork.storage.snapshots.shared_blob import MOST_OPEN, SharedBlob
 from tests.memory_bucket import MemoryBucket, MemoryStore
 
 FOLDER = Location.parse("s3://bucket/chunks/")

@@ -14,9 +14,9 @@ from rfork.image.capture import image_of
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
 from rfork.storage.base import offer_of
-from rfork.storage.snapshot import Snapshot
-from rfork.storage.snapshot_files import place_of, snapshot_name
-from rfork.storage.snapshot_writer import write_snapshot
+from rfork.storage.snapshots.files import place_of, snapshot_name
+from rfork.storage.snapshots.snapshot import Snapshot
+from rfork.storage.snapshots.writer import write_snapshot
 from rfork.wire import Rank, StorageOffer
 from tests.memory_bucket import MemoryBucket, bucket
 
@@ -94,8 +94,8 @@ def test_an_image_is_filled_at_once(bucket: MemoryBucket, shared: bool) -> None:
 
 def test_more_chunks_than_may_be_open(bucket: MemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared snapshot with too many chunks is filled some at a time."""
-    monkeypatch.setattr("rfork.storage.snapshot.MOST_OPEN", 1)
-    monkeypatch.setattr("rfork.storage.shared_blob.MOST_OPEN", 1)
+    monkeypatch.setattr("rfork.storage.snapshots.snapshot.MOST_OPEN", 1)
+    monkeypatch.setattr("rfork.storage.snapshots.shared_blob.MOST_OPEN", 1)
     write_snapshot(HELD, MANIFEST, REVISION, shared=True)
     target, snapshot = made(2), Snapshot.open(REVISION, HELD.layout)
     snapshot.fill(target)

@@ -14,8 +14,8 @@ from rfork.image.capture import image_of
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
 from rfork.settings import StorageSettings
-from rfork.storage.snapshot import Snapshot
-from rfork.storage.snapshot_writer import Written, write_snapshot
+from rfork.storage.snapshots.snapshot import Snapshot
+from rfork.storage.snapshots.writer import Written, write_snapshot
 from rfork.wire import Rank
 from tests.memory_bucket import MemoryBucket, bucket
 

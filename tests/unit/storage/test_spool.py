@@ -15,7 +15,7 @@ from rfork.image.chunks import MIB
 from rfork.image.layout import Layout
 from rfork.image.specs import TensorSpec
 from rfork.storage.claim import KEPT_S, MOST_SPOOLS, claim
-from rfork.storage.kernel import MOST_BUFFERS
+from rfork.storage.local.kernel import MOST_BUFFERS
 from rfork.storage.spool import PAGE, RECORD, Spool
 
 NAME = "rank"

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from rfork.storage.staging import Staging, fresh
+from rfork.storage.reading.staging import Staging, fresh
 
 MIB = 1 << 20
 NEVER_S = 60.0

@@ -24,10 +24,10 @@ from rfork.errors import (
     StorageMissing,
 )
 from rfork.settings import StorageSettings
-from rfork.storage.formats import open_source
-from rfork.storage.tensorizer_crypt import Secret
-from rfork.storage.tensorizer_file import TensorizerSource
-from rfork.storage.tensorizer_writer import write_tensors
+from rfork.storage.formats.choice import open_source
+from rfork.storage.tensorizer.crypt import Secret
+from rfork.storage.tensorizer.source import TensorizerSource
+from rfork.storage.tensorizer.writer import write_tensors
 from rfork.wire import Rank
 from tests.memory_bucket import MemoryBucket, bucket
 from tests.tensor_samples import KEY, PASSWORD, Raw, all_raw, raw, samples

@@ -11,8 +11,8 @@ from torch import nn
 
 from rfork.errors import CheckpointError, StorageFull, UnsupportedTensor
 from rfork.settings import StorageSettings
-from rfork.storage.tensorizer_file import TensorizerSource
-from rfork.storage.tensorizer_writer import Outline, write_stream, write_tensors
+from rfork.storage.tensorizer.source import TensorizerSource
+from rfork.storage.tensorizer.writer import Outline, write_stream, write_tensors
 from rfork.storage.tensors import StoredTensor
 from tests.memory_bucket import MemoryBucket, bucket
 from tests.tensor_samples import KEY, PASSWORD, all_raw, samples

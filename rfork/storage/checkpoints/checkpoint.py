@@ -1,0 +1,68 @@
+"""A checkpoint of safetensors files in any store, loaded into a module that exists.
+
+The last source but the caller's own loader: it needs no peer and no planner. Most checkpoints can also
+be read chunk by chunk; see `rfork.storage.checkpoints.pieces`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from rfork import settings as options
+from rfork.settings import StorageSettings
+from rfork.storage.formats.choice import open_checkpoint
+from rfork.storage.formats.safetensors_source import SafetensorsSource
+from rfork.storage.location import Location
+from rfork.storage.modules.fitting import fit
+from rfork.storage.modules.state import state_of
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files were all there, and whole, when it was opened; holds none of them open."""
+
+    uri: str
+    names: frozenset[str]
+    settings: StorageSettings
+    _asked: str = field(repr=False)  # with a presigned URL's query, which is a secret
+
+    @classmethod
+    def open(cls, uri: str | Path, settings: StorageSettings | None = None) -> Checkpoint:
+        """Find the files at a URI or path (see `formats.choice.open_source`) and check their headers.
+
+        Raises CheckpointError that names what is missing, StorageCorrupt for a file that is cut short or
+        none, and other StorageErrors.
+        """
+        chosen = settings or options.load(StorageSettings)
+        with closing(open_checkpoint(uri, chosen)) as source:
+            return cls(Location.parse(uri).uri, frozenset(source.places), chosen, str(uri))
+
+    def source(self) -> SafetensorsSource:
+        """Open it again, for the caller to close. Raises as `open` does."""
+        return open_checkpoint(self._asked, self.settings)
+
+    def load_into(self, module: nn.Module, progress: Callable[[int], None] | None = None) -> None:
+        """Read each tensor into the module's parameter or persistent buffer of that name.
+
+        Converts the dtype where it differs. `progress` is told bytes as they come. Raises CheckpointError
+        when a tensor is missing, unknown or has another shape, before the first one is written; StorageError
+        kinds when a file cannot be read: the module's content is then undefined.
+        """
+        with closing(self.source()) as source:
+            state = state_of(module)
+            fitting = fit(state, source)
+            fitting.require_all()
+            source.read_into({name: state[name] for name in fitting.names}, progress)
+
+    def check(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """The module's tensors by name; raises CheckpointError where not all of them are stored."""
+        state = state_of(module)
+        with closing(self.source()) as source:
+            fit(state, source).require_all()
+        return state

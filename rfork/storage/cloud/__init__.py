@@ -1,0 +1,1 @@
+"""Google Cloud Storage and Azure, through obstore."""

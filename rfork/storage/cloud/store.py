@@ -1,0 +1,209 @@
+"""Google Cloud Storage and Azure Blob Storage, through obstore: its clients, credentials and retries.
+
+Both look for credentials where their own tools do: GOOGLE_* and application default credentials, AZURE_*,
+workload identity, instance metadata. An Azure account is named by AZURE_STORAGE_ACCOUNT_NAME.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from rfork.errors import MissingExtra, SettingsError, StorageChanged, StorageError
+from rfork.settings import StorageSettings
+from rfork.storage.blob import Entry, Writer
+from rfork.storage.location import Location
+from rfork.storage.web.retry import Attempts
+from rfork.transport.http.stream import Cursor
+
+try:
+    import obstore
+    from obstore.exceptions import BaseError
+    from obstore.store import from_url
+
+    from rfork.storage.cloud.errors import failure, passes
+    from rfork.storage.cloud.upload import writing
+except ImportError as error:
+    raise MissingExtra("obstore, for gs:// and az://,", extra="cloud", why=str(error)) from None
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+
+PIECE: Final = 1 << 20
+"""Bytes of an answer that are copied into the caller's memory at once."""
+
+
+class CloudStore:
+    """See `Store`: the objects of a bucket or container whose names begin with a folder's path."""
+
+    def __init__(self, folder: Location, settings: StorageSettings) -> None:
+        self._folder = folder.folder
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._made: ObjectStore | None = None
+
+    @property
+    def uri(self) -> str:
+        """See `Store`."""
+        return self._folder.uri
+
+    def open(self, name: str) -> CloudBlob:
+        """See `Store`."""
+        place = self._folder.child(name)
+        with _failing(place.uri):
+            store = self._store()
+            found = obstore.head(store, place.path)
+        return CloudBlob(place, store, self._settings, int(found["size"]), found.get("e_tag"))
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """See `Store`."""
+        begin = self._folder.path
+        # The services list by prefix, obstore by whole folders: the last part is looked at here.
+        within = (begin + prefix).rpartition("/")[0]
+        entries = []
+        with _failing(self.uri):
+            for page in obstore.list(self._store(), within or None):
+                for found in page:
+                    name = found["path"].removeprefix(begin)
+                    if found["path"].startswith(begin + prefix) and name:
+                        entries.append(Entry(name, int(found["size"])))
+        yield from sorted(entries, key=lambda entry: entry.name)
+
+    def write(self, name: str, *, replace: bool = True) -> AbstractContextManager[Writer]:
+        """See `Store`. Parts of an upload that fails are not seen, and go by the bucket's own rules."""
+        place = self._folder.child(name)
+        with _failing(place.uri):
+            return writing(self._store(), place, self._settings, replace=replace)
+
+    def remove(self, name: str) -> None:
+        """See `Store`."""
+        place = self._folder.child(name)
+        try:
+            obstore.delete(self._store(), place.path)
+        except FileNotFoundError:
+            return
+        except (BaseError, ValueError) as error:
+            raise failure(place.uri, error) from None
+
+    def close(self) -> None:
+        """See `Store`."""
+        with self._lock:
+            self._made = None
+
+    def _store(self) -> ObjectStore:
+        with self._lock:
+            if self._made is None:
+                self._made = _connect(self._folder, self._settings)
+            return self._made
+
+
+class CloudBlob:
+    """See `Blob`."""
+
+    def __init__(
+        self, place: Location, store: ObjectStore, settings: StorageSettings, size: int, tag: str | None
+    ) -> None:
+        self._place = place
+        self._store = store
+        self._settings = settings
+        self._size = size
+        self._tag = tag
+        self._closed = threading.Event()
+
+    @property
+    def uri(self) -> str:
+        """See `Blob`."""
+        return self._place.uri
+
+    @property
+    def size(self) -> int:
+        """See `Blob`."""
+        return self._size
+
+    @property
+    def version(self) -> str | None:
+        """See `Blob`: the entity tag."""
+        return self._tag
+
+    def read(self, offset: int, into: Sequence[memoryview]) -> None:
+        """See `Blob`."""
+        cursor = Cursor(into)
+        end = offset + cursor.left
+        if offset < 0 or end > self._size:
+            raise StorageError(f"{self.uri} has {self._size} bytes, not [{offset}, {end})")
+        attempts = Attempts(self._settings.attempts, random.random)
+        while cursor.left:
+            before = cursor.done
+            try:
+                self._fetch(cursor, end - cursor.left, end)
+            except (BaseError, OSError, ValueError) as error:
+                pause = attempts.failed(cursor.done - before) if passes(error) else None
+                if pause is None:
+                    raise failure(self.uri, error) from None
+                self._closed.wait(pause)
+
+    def close(self) -> None:
+        """End it: reads under way raise StorageError with the next bytes that come."""
+        self._closed.set()
+
+    def _fetch(self, cursor: Cursor, begin: int, end: int) -> None:
+        self._check_open()
+        if self._tag is None:
+            answer = obstore.get(self._store, self._place.path, options={"range": (begin, end)})
+        else:
+            answer = obstore.get(
+                self._store, self._place.path, options={"range": (begin, end), "if_match": self._tag}
+            )
+        found = answer.meta
+        if int(found["size"]) != self._size or (self._tag and found.get("e_tag") not in (None, self._tag)):
+            raise StorageChanged(f"{self.uri} was replaced while it was read")
+        for piece in answer.stream(min_chunk_size=PIECE):
+            self._check_open()
+            view = memoryview(piece)
+            if len(view) > cursor.left:
+                raise StorageError(f"{self.uri}: the service sent more than it was asked for")
+            while view:
+                target = cursor.window(len(view), 1)[0]
+                target[:] = view[: target.nbytes]
+                view = view[target.nbytes :]
+                cursor.advance(target.nbytes)
+        if cursor.left:
+            raise OSError("the answer ended early")
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise StorageError(f"{self.uri} was closed")
+
+
+@contextmanager
+def _failing(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except (BaseError, OSError, ValueError) as error:
+        raise failure(uri, error) from None
+
+
+def _connect(folder: Location, settings: StorageSettings) -> ObjectStore:
+    """A client for a bucket or container. Raises what obstore raises, or SettingsError."""
+    options: ClientConfig = {
+        "connect_timeout": timedelta(seconds=settings.timeout_s),
+        "read_timeout": timedelta(seconds=settings.timeout_s),
+    }
+    if settings.ca is not None:
+        try:
+            options["root_certificate"] = settings.ca.read_text()
+        except OSError as error:
+            raise SettingsError(f"RFORK_STORAGE_CA: cannot read {settings.ca}: {error.strerror}") from None
+    retries: RetryConfig = {
+        "max_retries": settings.attempts - 1,
+        "retry_timeout": timedelta(seconds=settings.timeout_s * settings.attempts),
+        "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5)},
+    }
+    made: ObjectStore = from_url(
+        f"{folder.scheme}://{folder.host}", client_options=options, retry_config=retries
+    )
+    return made

@@ -1,0 +1,1 @@
+"""From one format into another."""

@@ -1,0 +1,115 @@
+"""Tensors in the order in which their bytes arrive, for a caller that takes them one by one."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing
+
+import torch
+
+from rfork.settings import StorageSettings
+from rfork.storage.formats.blocks import Block, tensors_in
+from rfork.storage.reading.engine import fill
+
+READERS = 2
+"""Blocks that are read at once: while the last bytes of one come, the first of the next are asked for."""
+AHEAD = 4
+"""Blocks that are read, or wait for the caller."""
+LEAST_MEMORY = 16 << 20
+
+
+class _Stopped(Exception):
+    """The caller wants no more."""
+
+
+class _Arrivals:
+    """What several readers have read, for one who takes it; no reader is far ahead of that one."""
+
+    def __init__(
+        self, blocks: Iterator[Block], device: torch.device | str, settings: StorageSettings
+    ) -> None:
+        self._blocks = blocks
+        self._device = device
+        self._settings = settings.model_copy(
+            update={
+                "streams": max(1, settings.streams // READERS),
+                "memory": max(LEAST_MEMORY, settings.memory // (2 * READERS)),
+            }
+        )
+        self._changed = threading.Condition()
+        self._ready: deque[tuple[Block, torch.Tensor]] = deque()
+        self._error: BaseException | None = None
+        self._readers = READERS
+        self._stopped = False
+        self._threads = [
+            threading.Thread(target=self._run, name="rfork-stream", daemon=True) for _ in range(READERS)
+        ]
+
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the reads; none is under way any more."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def take(self) -> tuple[Block, torch.Tensor] | None:
+        """A block that is whole, waited for; None: there are no more. Raises what a reader raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._error is not None or not self._readers)
+            if self._error is not None:
+                raise self._error
+            if not self._ready:
+                return None
+            self._changed.notify_all()
+            return self._ready.popleft()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            while (block := self._next()) is not None:
+                extent = block.extent(self._device)
+                fill([extent], self._settings, progress=self._check)
+                with self._changed:
+                    self._ready.append((block, extent.into))
+                    self._changed.notify_all()
+        except _Stopped:
+            pass
+        except BaseException as raised:  # raised where the tensors are taken
+            error = raised
+        with self._changed:
+            self._error = self._error or error
+            self._readers -= 1
+            self._changed.notify_all()
+
+    def _next(self) -> Block | None:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._ready) <= AHEAD - READERS - 1 or self._stopped)
+            if self._stopped or self._error is not None:
+                return None
+            return next(self._blocks, None)
+
+    def _check(self, _: int) -> None:
+        if self._stopped:
+            raise _Stopped
+
+
+def arrive(
+    blocks: Iterator[Block], device: torch.device | str, settings: StorageSettings
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of blocks, in memory of their own, block by block as these are whole.
+
+    Reads begin with the first tensor asked for; they have ended once the iterator is exhausted or closed.
+    Raises what the reads raise.
+    """
+    with closing(_Arrivals(blocks, device, settings)) as arrivals:
+        while (arrived := arrivals.take()) is not None:
+            with torch.no_grad():
+                found = list(tensors_in(*arrived))
+            del arrived  # memory is the tensors' alone
+            yield from found

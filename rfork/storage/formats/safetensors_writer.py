@@ -1,0 +1,69 @@
+"""Write plain safetensors files, as a stream: what every Hugging Face tool reads."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from rfork.errors import CheckpointError
+from rfork.image.host_memory import host_view
+from rfork.image.safetensors_header import DTYPES, LONGEST_HEADER
+from rfork.storage.blob import Store
+from rfork.storage.tensorizer.writer import Outline
+
+ALIGNMENT = 8
+"""Of the data section, as safetensors' own writer has it."""
+
+
+def in_file_order(outlines: Sequence[Outline]) -> list[Outline]:
+    """Widest types first, then by name, as safetensors' own writer has it: so that all are aligned."""
+    return sorted(outlines, key=lambda outline: (-outline.spec.dtype.itemsize, outline.name))
+
+
+def write_safetensors(
+    store: Store,
+    name: str,
+    outlines: Sequence[Outline],
+    tensors: Iterator[torch.Tensor],
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Write one file; `tensors` come in the order of `outlines`, in host memory, contiguous.
+
+    Raises CheckpointError, before anything is written, for what safetensors cannot say; StorageError kinds.
+    """
+    head = _header(outlines)
+    with store.write(name) as writer:
+        writer.write([memoryview(head)])
+        for outline, tensor in zip(outlines, tensors, strict=False):
+            if tensor.nbytes != outline.spec.nbytes or not tensor.is_contiguous():
+                raise ValueError(f"what came for {outline.name} is not what was promised")
+            if tensor.nbytes:
+                writer.write([host_view(tensor.data_ptr(), tensor.nbytes)])
+            if progress is not None:
+                progress(tensor.nbytes)
+
+
+def _header(outlines: Sequence[Outline]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for outline in outlines:
+        dtype = DTYPES.get(str(outline.spec.dtype).removeprefix("torch."))
+        if dtype is None or outline.name == "__metadata__":
+            raise CheckpointError(
+                f"{outline.name} ({outline.spec.dtype}) cannot be in a safetensors file",
+                hint="a .tensors file or a snapshot holds tensors of every type",
+            )
+        end = at + outline.spec.nbytes
+        entries[outline.name] = {"dtype": dtype, "shape": outline.spec.shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    padded = -(-len(text) // ALIGNMENT) * ALIGNMENT
+    if padded > LONGEST_HEADER:
+        raise CheckpointError(
+            f"a safetensors header of {padded} bytes; readers take {LONGEST_HEADER} at most",
+            hint="write several files: give a folder and a shard size",
+        )
+    return struct.pack("<Q", padded) + text.ljust(padded)

@@ -1,0 +1,247 @@
+"""Local files at the speed of their disk: from the page cache what is in it, past it what is not.
+
+Each read is looked at by itself. What the page cache holds is copied from there. The rest is read by
+O_DIRECT: straight into the destination where that is one run of huge pages, aligned like the file; else
+into staging in huge pages, and copied from there.
+
+Whether O_DIRECT is quicker than reading through the page cache depends on the disk, so with
+``RFORK_STORAGE_DIRECT=auto`` it is measured, once for each device and process: of the first blocks that
+are not cached, every other one is read each way, and then the quicker way is kept (`Ways`). As these
+blocks are those that were wanted anyway, a wrong guess costs the difference between the two ways on
+`SAMPLES` blocks, 96 MiB.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from statistics import median
+from typing import Literal, NamedTuple
+
+from rfork.image.host_memory import copy_block, host_view
+from rfork.logs import logger
+from rfork.storage.local import kernel
+from rfork.storage.local.kernel import MOST_BUFFERS
+from rfork.storage.reading.staging import WIDEST_ALIGNMENT, Staging
+
+log = logger(__name__)
+
+Direct = Literal["auto", "always", "never"]
+Way = Literal["direct", "cached"]
+
+LEAST_DIRECT = 1 << 20
+"""Bytes under which a read is not worth a look at the page cache."""
+LEAST_STRAIGHT = 2 << 20
+"""Bytes under which a copy costs less than finding out whether it can be saved."""
+SAMPLES = 6
+"""Blocks that are read each way before one is chosen."""
+GAIN = 0.9
+"""The share of O_DIRECT's time that reads through the page cache must stay below to be chosen: they cost
+the processor more, and drive out what others have cached."""
+REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EFAULT)
+"""What file systems and memory that cannot do O_DIRECT answer."""
+
+
+class Ended(Exception):
+    """The file ends before the bytes that were asked for."""
+
+
+class Ways:
+    """Which way the blocks of one device are read quicker. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.chosen: Way | None = None
+        self._lock = threading.Lock()
+        self._handed: dict[Way, int] = {"direct": 0, "cached": 0}
+        self._took: dict[Way, list[float]] = {"direct": [], "cached": []}
+
+    def next(self) -> Way:
+        """How to read the next block."""
+        with self._lock:
+            if self.chosen is not None:
+                return self.chosen
+            way: Way = "cached" if self._handed["cached"] < self._handed["direct"] else "direct"
+            if self._handed[way] >= SAMPLES:
+                way = "direct"  # until the last sample is in
+            self._handed[way] += 1
+            return way
+
+    def took(self, way: Way, seconds_per_byte: float) -> None:
+        """Tell how long a block took."""
+        with self._lock:
+            if self.chosen is not None:
+                return
+            self._took[way].append(seconds_per_byte)
+            if min(map(len, self._took.values())) >= SAMPLES:
+                cached, direct = median(self._took["cached"]), median(self._took["direct"])
+                self.chosen = "cached" if cached < GAIN * direct else "direct"
+                log.debug("cold reads", way=self.chosen, cached_gb_s=1e-9 / cached, direct_gb_s=1e-9 / direct)
+
+
+@cache
+def ways_of(device: int) -> Ways:
+    """What is known of a device (`st_dev`) in this process."""
+    return Ways()
+
+
+class DirectFile:
+    """Reads of one open file; thread-safe. Whoever opened the descriptor closes it, after `close`."""
+
+    def __init__(self, descriptor: int, direct: Direct, staging: Staging) -> None:
+        self._descriptor = descriptor
+        self._direct = direct
+        self._staging = staging
+        self._ways = ways_of(os.fstat(descriptor).st_dev)
+        self._lock = threading.Lock()
+        self._past: _Past | None = None
+        self._possible = direct != "never" and hasattr(os, "O_DIRECT")
+
+    def read(self, offset: int, into: Sequence[memoryview]) -> None:
+        """Fill the views with the bytes from `offset` on. Raises OSError, or Ended."""
+        views = [view for view in into if view.nbytes]
+        length = sum(view.nbytes for view in views)
+        if not self._possible or (length < LEAST_DIRECT and self._direct != "always"):
+            read_cached(self._descriptor, offset, views)
+            return
+        measured = self._direct == "auto"
+        if measured and self.cached(offset, length):
+            read_cached(self._descriptor, offset, views)
+            return
+        way = self._ways.next() if measured else "direct"
+        past = self._opened() if way == "direct" else None
+        began = time.perf_counter()
+        if past is None or not self._read_past(past, offset, length, views):
+            os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+            read_cached(self._descriptor, offset, views)
+            way = "cached"
+        if measured:
+            self._ways.took(way, (time.perf_counter() - began) / length)
+
+    def cached(self, offset: int, length: int) -> bool:
+        """Whether most of a range is known to be in the page cache."""
+        return 2 * (kernel.resident(self._descriptor, offset, length) or 0) >= length
+
+    def close(self) -> None:
+        """Close what was opened beside the descriptor; no read is under way any more."""
+        if self._past is not None:
+            os.close(self._past.descriptor)
+
+    def _opened(self) -> _Past | None:
+        with self._lock:
+            if self._past is None and self._possible:
+                alignment = kernel.direct_alignment(self._descriptor)
+                # Through the descriptor: the name may be another file's by now.
+                name = f"/proc/self/fd/{self._descriptor}"
+                with suppress(OSError):
+                    if alignment != 0:
+                        descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                        self._past = _Past(descriptor, alignment or WIDEST_ALIGNMENT)
+                self._possible = self._past is not None
+            return self._past
+
+    def _read_past(self, past: _Past, offset: int, length: int, views: Sequence[memoryview]) -> bool:
+        """Read past the page cache; False where that is not possible after all."""
+        try:
+            if len(views) == 1 and length >= LEAST_STRAIGHT and _straight(past, offset, views[0]):
+                self._read_straight(past, offset, views[0])
+            else:
+                self._read_staged(past, offset, length, views)
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            self._possible = False
+            log.debug("no direct reads", because=error.strerror)
+            return False
+        return True
+
+    def _read_straight(self, past: _Past, offset: int, view: memoryview) -> None:
+        first = -offset % past.alignment
+        last = first + (view.nbytes - first) // past.alignment * past.alignment
+        read_cached(past.descriptor, offset + first, [view[first:last]])
+        for begin, end in ((0, first), (last, view.nbytes)):
+            if begin < end:
+                self._read_staged(past, offset + begin, end - begin, [view[begin:end]])
+
+    def _read_staged(self, past: _Past, offset: int, length: int, views: Sequence[memoryview]) -> None:
+        end, rest = offset + length, _Rest(views)
+        with self._staging.borrowed() as buffer:
+            memory = host_view(buffer.data_ptr(), buffer.numel())
+            while offset < end:
+                first = offset // past.alignment * past.alignment
+                wanted = min(-(-(end - first) // past.alignment) * past.alignment, memory.nbytes)
+                there = _read_some(past, first, memory[:wanted], min(end - first, wanted))
+                rest.fill(memory[offset - first : there])
+                offset = first + there
+
+
+class _Past(NamedTuple):
+    """A descriptor opened with O_DIRECT, and what addresses, offsets and lengths must be multiples of."""
+
+    descriptor: int
+    alignment: int
+
+
+class _Rest:
+    """Views that are filled from their front on."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._left = list(views[::-1])
+
+    def fill(self, block: memoryview) -> None:
+        """Put the next bytes."""
+        room, views = block.nbytes, []
+        while room:
+            view = self._left.pop()
+            if view.nbytes > room:
+                self._left.append(view[room:])
+                view = view[:room]
+            room -= view.nbytes
+            views.append(view)
+        copy_block(block, views)
+
+
+def read_cached(descriptor: int, offset: int, views: Sequence[memoryview]) -> None:
+    """Fill the views by plain reads. Raises OSError, or Ended."""
+    first = 0
+    while first < len(views):
+        some = views[first : first + MOST_BUFFERS]
+        count = os.preadv(descriptor, some, offset)
+        if count == 0:
+            raise Ended
+        offset += count
+        if count == sum(view.nbytes for view in some):
+            first += len(some)
+            continue
+        left = []
+        for view in some:
+            if count < view.nbytes:
+                left.append(view[count:])
+            count = max(0, count - view.nbytes)
+        views, first = [*left, *views[first + len(some) :]], 0
+
+
+def _read_some(past: _Past, offset: int, memory: memoryview, least: int) -> int:
+    """Read at least so many bytes of a file, fewer than `memory` only at its end; how many came."""
+    there = 0
+    while there < least:
+        count = os.preadv(past.descriptor, [memory[there:]], offset + there)
+        if count == 0 or (there + count < least and count % past.alignment):
+            raise Ended
+        there += count
+    return min(there, least)
+
+
+def _straight(past: _Past, offset: int, view: memoryview) -> bool:
+    """Whether a view is aligned like the file, and in huge pages, once something is behind it."""
+    address = kernel.address_of(view)
+    if (address - offset) % past.alignment:
+        return False
+    pages = kernel.mapped(address, view.nbytes)
+    if pages is not None and not pages.present and kernel.populate(address, view.nbytes):
+        pages = kernel.mapped(address, view.nbytes)
+    return pages is not None and pages.huge >= view.nbytes * 7 // 8

@@ -1,0 +1,309 @@
+"""Files of this machine as blobs, and the folder that they lie in as a store."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rfork.errors import (
+    SettingsError,
+    StorageChanged,
+    StorageDenied,
+    StorageError,
+    StorageFull,
+    StorageMissing,
+)
+from rfork.settings import StorageSettings
+from rfork.storage.blob import Entry
+from rfork.storage.local.direct import DirectFile, Ended
+from rfork.storage.local.kernel import MOST_BUFFERS
+from rfork.storage.location import Location
+from rfork.storage.reading.staging import Staging
+
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
+"""Names of files that are still written, or whose writer was killed."""
+
+_KINDS = {
+    errno.ENOENT: StorageMissing,
+    errno.ENOTDIR: StorageMissing,
+    errno.EACCES: StorageDenied,
+    errno.EPERM: StorageDenied,
+    errno.EROFS: StorageDenied,
+    errno.ENOSPC: StorageFull,
+    errno.EDQUOT: StorageFull,
+    errno.EFBIG: StorageFull,
+}
+
+
+def storage_error(path: Path, error: OSError) -> StorageError:
+    """What an error of the operating system is called here."""
+    kind = _KINDS.get(error.errno or 0, StorageError)
+    return kind(f"{path}: {error.strerror or error}")
+
+
+class LocalFile:
+    """A file of this machine, held open so that every read is of what was there at first; see `Blob`."""
+
+    def __init__(self, path: Path, settings: StorageSettings, staging: Staging | None = None) -> None:
+        """Files of one store share their `staging`; without, the file has `settings.memory` of its own."""
+        self.path = path
+        try:
+            # A pipe without a writer would hold up the one that opens it.
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise storage_error(path, error) from None
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(self._descriptor)
+            raise StorageError(f"{path} is no file")
+        self._reader = DirectFile(self._descriptor, settings.direct, staging or Staging(settings.memory))
+        self._version = _version(status)
+        self._size = status.st_size
+        self._lock = threading.Lock()
+        self._reads = 0
+        self._closed = False
+
+    @property
+    def uri(self) -> str:
+        """See `Blob.uri`."""
+        return self.path.absolute().as_uri()
+
+    @property
+    def size(self) -> int:
+        """See `Blob.size`."""
+        return self._size
+
+    @property
+    def version(self) -> str:
+        """See `Blob.version`: made of the file's number, size and time of change."""
+        return self._version
+
+    def read(self, offset: int, into: Sequence[memoryview]) -> None:
+        """See `Blob.read`. Raises StorageChanged where somebody wrote to the file since it was opened."""
+        with self.reading():
+            try:
+                self._reader.read(offset, into)
+            except Ended:
+                self._check()
+                raise StorageError(f"{self.path} ends at byte {self._size}") from None
+            except OSError as error:
+                raise storage_error(self.path, error) from None
+
+    @contextmanager
+    def reading(self) -> Iterator[int]:
+        """The descriptor, which stays open for the block. Raises as `read`, at its end too."""
+        with self._lock:
+            if self._closed:
+                raise StorageError(f"{self.path} is closed")
+            self._reads += 1
+        try:
+            yield self._descriptor
+            self._check()
+        finally:
+            self._leave()
+
+    def cached(self, offset: int, length: int) -> bool:
+        """Whether a read of this range copies it from the page cache, as far as that is known."""
+        with self.reading():
+            return self._reader.cached(offset, length)
+
+    def close(self) -> None:
+        """Close it: at once, or with the end of the last read that is under way, which may hang."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            last = not self._reads
+        if last:
+            self._reader.close()
+            os.close(self._descriptor)
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._reads -= 1
+            last = self._closed and not self._reads
+        if last:
+            self._reader.close()
+            os.close(self._descriptor)
+
+    def _check(self) -> None:
+        if _version(os.fstat(self._descriptor)) != self._version:
+            raise StorageChanged(f"{self.path} was written to while it was read")
+
+
+class LocalStore:
+    """A folder of this machine; see `Store`."""
+
+    def __init__(self, folder: Location, settings: StorageSettings) -> None:
+        self._uri = folder.folder.uri
+        self._folder = Path(folder.path)
+        self._settings = settings
+        self._staging = Staging(settings.memory)
+
+    @property
+    def uri(self) -> str:
+        """See `Store.uri`."""
+        return self._uri
+
+    def open(self, name: str) -> LocalFile:
+        """See `Store.open`."""
+        return LocalFile(self._path(name), self._settings, self._staging)
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """See `Store.list`: without files that are still written; links to folders are not followed."""
+        below, _, begins = prefix.rpartition("/")
+        folder = self._path(below) if below else self._folder
+        if below and not folder.is_dir():
+            return
+        yield from _listed(folder, f"{below}/" if below else "", begins)
+
+    @contextmanager
+    def write(self, name: str, *, replace: bool = True) -> Iterator[LocalWriter]:
+        """See `Store.write`: under a name that begins with a dot until it is whole and on the disk."""
+        path = self._path(name)
+        # Not by the process's number: on a shared folder two machines may write with one number.
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise storage_error(path, error) from None
+        try:
+            try:
+                yield LocalWriter(path, descriptor)
+                _put_in_place(descriptor, temporary, path, replace=replace)
+            finally:
+                os.close(descriptor)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def remove(self, name: str) -> None:
+        """See `Store.remove`; folders that are empty then stay."""
+        path = self._path(name)
+        try:
+            path.unlink(missing_ok=True)
+        except NotADirectoryError:
+            return
+        except OSError as error:
+            raise storage_error(path, error) from None
+
+    def close(self) -> None:
+        """See `Store.close`: a folder holds nothing open."""
+
+    def _path(self, name: str) -> Path:
+        if not name or name.startswith("/") or ".." in name.split("/"):
+            raise SettingsError(f"{name!r} names no file within {self._folder}")
+        return self._folder / name
+
+
+class LocalWriter:
+    """A file in the making; see `Writer`."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+
+    def write(self, views: Sequence[memoryview]) -> None:
+        """See `Writer.write`. Raises StorageFull where no room is left."""
+        left = [view for view in views if view.nbytes][::-1]
+        try:
+            while left:
+                count = os.writev(self._descriptor, left[: -MOST_BUFFERS - 1 : -1])
+                while left and count >= left[-1].nbytes:
+                    count -= left.pop().nbytes
+                if count:
+                    left[-1] = left[-1][count:]
+        except OSError as error:
+            raise storage_error(self._path, error) from None
+
+
+def _version(status: os.stat_result) -> str:
+    return f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}"
+
+
+def _listed(folder: Path, within: str, begins: str) -> Iterator[Entry]:
+    try:
+        with os.scandir(folder) as found:
+            entries = [entry for entry in found if entry.name.startswith(begins)]
+    except OSError as error:
+        raise storage_error(folder, error) from None
+    # As object stores order names: by all of the name, and "a-b" comes before "a/b".
+    folders = {entry.name for entry in entries if entry.is_dir(follow_symlinks=False)}
+    for entry in sorted(entries, key=lambda entry: entry.name + "/" * (entry.name in folders)):
+        name = within + entry.name
+        if entry.name in folders:
+            yield from _listed(folder / entry.name, f"{name}/", "")
+        elif not TEMPORARY.fullmatch(entry.name):
+            try:
+                status = entry.stat()
+            except FileNotFoundError:  # removed since, or a link to nothing
+                continue
+            except OSError as error:
+                raise storage_error(folder / entry.name, error) from None
+            if stat.S_ISREG(status.st_mode):
+                yield Entry(name, status.st_size)
+
+
+def _put_in_place(descriptor: int, temporary: Path, path: Path, *, replace: bool) -> None:
+    """Have a whole file on the disk, and then its name. Raises StorageError kinds."""
+    try:
+        os.fsync(descriptor)
+        if replace:
+            temporary.replace(path)
+        else:
+            _keep(temporary, path)
+        _settle(path.parent)
+    except OSError as error:
+        raise storage_error(path, error) from None
+
+
+def _keep(temporary: Path, path: Path) -> None:
+    """Give a file its name, unless another has it."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return
+    except OSError as error:
+        # A file system without links: whoever comes between puts the same bytes there.
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+        if not path.exists():
+            temporary.replace(path)
+
+
+def _settle(folder: Path) -> None:
+    """Have the folder's new names on the disk too."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Cursor:
+    """A line of views, taken from its front a number of bytes at a time."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = views
+        self._index = 0
+        self._used = 0
+
+    def take(self, count: int) -> list[memoryview]:
+        """Views of the next `count` bytes."""
+        taken: list[memoryview] = []
+        while count > 0:
+            view = self._views[self._index]
+            piece = view[self._used : self._used + count]
+            taken.append(piece)
+            count -= piece.nbytes
+            self._used += piece.nbytes
+            if self._used == view.nbytes:
+                self._index, self._used = self._index + 1, 0
+        return taken

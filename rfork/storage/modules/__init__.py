@@ -1,0 +1,1 @@
+"""From storage into modules and back."""

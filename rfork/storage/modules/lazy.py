@@ -1,0 +1,153 @@
+"""Tensors by name straight from storage: one by one, all at once, or as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from rfork import settings as options
+from rfork.errors import CheckpointError
+from rfork.settings import StorageSettings
+from rfork.storage.formats.choice import open_source
+from rfork.storage.formats.safetensors_source import SafetensorsSource
+from rfork.storage.tensors import StoredTensor, TensorSource
+from rfork.wire import Rank
+
+
+class Tensors(Mapping[str, torch.Tensor]):
+    """What is stored at a URI, by name: each tensor is read when it is asked for. A context manager."""
+
+    def __init__(self, source: TensorSource) -> None:
+        """Takes over the source."""
+        self._source = source
+
+    @property
+    def uri(self) -> str:
+        """Where they lie."""
+        return self._source.uri
+
+    @property
+    def specs(self) -> Mapping[str, StoredTensor]:
+        """Type, shape and bytes of each, without a read."""
+        return self._source.specs
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._source[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._source.specs
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source.specs)
+
+    def __len__(self) -> int:
+        return len(self._source.specs)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open(
+    uri: str | Path,
+    *,
+    rank: Rank | None = None,
+    key: bytes | None = None,
+    password: str | None = None,
+    settings: StorageSettings | None = None,
+) -> Tensors:
+    """Open what lies at a URI or path for reads of single tensors; only headers are read before.
+
+    ::
+
+        with rfork.open("s3://bucket/model/") as tensors:
+            embedding = tensors["model.embed_tokens.weight"]
+
+    Raises as `rfork.storage.formats.choice.open_source` does.
+    """
+    return Tensors(open_source(uri, settings, rank, key=key, password=password))
+
+
+def tensors(
+    uri: str | Path,
+    names: Collection[str] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    rank: Rank | None = None,
+    key: bytes | None = None,
+    password: str | None = None,
+    settings: StorageSettings | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors (all, or those of `names`) in order of arrival, as engines' ``load_weights`` want.
+
+    A few blocks are read ahead (`StorageSettings.memory`), and none once the iterator is closed. The tensors
+    are the caller's own; floating ones are converted to `dtype`. Nothing is opened before the first one is
+    asked for. Raises CheckpointError where a name is not stored, StorageError kinds.
+    """
+    with closing(open_source(uri, settings, rank, key=key, password=password)) as source:
+        for name, tensor in source.stream(names, device):
+            yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def load_tensors(
+    uri: str | Path,
+    names: Collection[str] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    rank: Rank | None = None,
+    key: bytes | None = None,
+    password: str | None = None,
+    settings: StorageSettings | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, torch.Tensor]:
+    """All tensors at a URI, or those of `names`, by name: as ``safetensors.torch.load_file``, of any store.
+
+    Every byte is in memory when this returns. Tensors that lie side by side in storage share an allocation,
+    but those whose type is changed: floating ones, to `dtype`. Raises CheckpointError where a name is not
+    stored, StorageError kinds.
+    """
+    chosen = settings or options.load(StorageSettings)
+    with closing(open_source(uri, chosen, rank, key=key, password=password)) as source:
+        wanted = _wanted(source, names)
+        converted = {
+            name: torch.empty(spec.shape, dtype=dtype, device=device)
+            for name in (wanted if dtype is not None else ())
+            if (spec := source.specs[name]).dtype.is_floating_point and spec.dtype is not dtype
+        }
+        rest = [name for name in wanted if name not in converted]
+        if isinstance(source, SafetensorsSource):
+            found = source.load(rest if names is not None or converted else None, device, progress)
+        else:
+            found = {
+                name: torch.empty(spec.shape, dtype=spec.dtype, device=device)
+                for name in rest
+                if (spec := source.specs[name])
+            }
+            source.read_into(found, progress)
+        source.read_into(converted, progress)
+        return {name: converted[name] if name in converted else found[name] for name in wanted}
+
+
+def _wanted(source: TensorSource, names: Collection[str] | None) -> Collection[str]:
+    stored = source.places if isinstance(source, SafetensorsSource) else source.specs
+    if names is None:
+        return stored.keys()
+    wanted = frozenset(names)
+    if unknown := sorted(wanted - stored.keys()):
+        raise CheckpointError(f"{source.uri} lacks {unknown[0]} ({len(unknown)} such)")
+    return [name for name in stored if name in wanted]

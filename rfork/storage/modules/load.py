@@ -1,0 +1,195 @@
+"""Loading: from tensor files, wherever they lie, into a module that exists or was built without memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from rfork import settings as options
+from rfork.errors import CheckpointError, UnsupportedTensor
+from rfork.image.capture import capture
+from rfork.image.memory import Image
+from rfork.image.walk import named_tensors
+from rfork.settings import StorageSettings
+from rfork.storage.blob import Blob
+from rfork.storage.formats.choice import SUFFIX, open_source
+from rfork.storage.formats.converting import as_stored
+from rfork.storage.formats.safetensors_source import SafetensorsSource
+from rfork.storage.location import Location
+from rfork.storage.modules.fitting import Fitting, fit
+from rfork.storage.modules.no_init import as_parameter
+from rfork.storage.modules.state import put_in_place, state_of, without_memory
+from rfork.storage.snapshots.snapshot import Snapshot
+from rfork.storage.tensors import TensorSource
+from rfork.wire import Rank
+
+GIGABYTE = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What one load did.
+
+    `bytes` are those of the tensors as they are stored, each once; `missing` are the module's names that
+    nothing was stored for, `unexpected` the stored ones that the module has not; both empty where `strict`.
+    `verified`: it was a snapshot of just this module, and every chunk was checked against its digest.
+    """
+
+    uri: str
+    bytes: int
+    seconds: float
+    tensors: int
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    verified: bool = False
+
+    @property
+    def gb_per_s(self) -> float:
+        """Gigabytes (10^9 bytes) a second, from the call to the last tensor that is in its place."""
+        return self.bytes / GIGABYTE / self.seconds
+
+
+def load(
+    module: nn.Module,
+    uri: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+    device: torch.device | str = "cpu",
+    rank: Rank | None = None,
+    key: bytes | None = None,
+    password: str | None = None,
+    settings: StorageSettings | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> LoadReport:
+    """Fill a module with what is at a URI or path: Hugging Face folder, safetensors, snapshot, ``.tensors``.
+
+    Tensors are read straight into the module's own, on whatever device they are; those of another type are
+    converted as they come. Parameters and buffers without memory (see `rfork.no_init`) are given some on
+    `device`, in type `dtype` if they are floating (None: in their own).
+
+    Names are those of the module's state dict, or of the image for a snapshot. `strict`: both sides hold the
+    same, tied weights under any of their names. `rank` says whose file of a folder it is; `key` or `password`
+    open an encrypted ``.tensors``. `progress` is told bytes as they come.
+
+    Raises, before a byte is written, CheckpointError where names or shapes do not fit, or a tensor would stay
+    without memory; StorageError kinds where storage fails: the module's content is then undefined.
+    """
+    began = time.monotonic()
+    chosen = settings or options.load(StorageSettings)
+    with closing(open_source(uri, chosen, rank, key=key, password=password)) as source:
+        snapshot = _snapshot(module, source, uri, rank, chosen)
+        if snapshot is not None:
+            image, held = snapshot
+            with closing(held):
+                held.fill(image, progress=progress)
+            nbytes, count = image.layout.image_bytes, len(image.layout.tensors)
+            return LoadReport(source.uri, nbytes, time.monotonic() - began, count, verified=True)
+        is_image = isinstance(source, SafetensorsSource) and source.layout is not None
+        state = named_tensors(module) if is_image else state_of(module)
+        fitting = fit(state, source)
+        if strict:
+            fitting.require_all()
+        _fill(module, state, fitting, source, dtype, device, progress)
+        return LoadReport(
+            source.uri,
+            _bytes_of(source, fitting.names),
+            time.monotonic() - began,
+            len(fitting.names),
+            fitting.missing,
+            fitting.unexpected,
+        )
+
+
+def _snapshot(
+    module: nn.Module, source: TensorSource, uri: str | Path, rank: Rank | None, settings: StorageSettings
+) -> tuple[Image, Snapshot] | None:
+    """The module's image and the snapshot of just that; None where it has to be loaded by names."""
+    if not isinstance(source, SafetensorsSource) or source.layout is None:
+        return None
+    try:
+        image = capture(module)
+    except UnsupportedTensor:  # some have no memory
+        return None
+    if image.layout.layout_id != source.layout.layout_id:
+        return None
+    named = Location.parse(uri).name.endswith(SUFFIX)
+    try:
+        return image, Snapshot.open(str(uri) if named else source.uri, image.layout, settings=settings)
+    except CheckpointError:  # without its manifest it is a safetensors file like any other
+        return None
+
+
+def _fill(
+    module: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    fitting: Fitting,
+    source: TensorSource,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Read what fits: into memory that is there, and into fresh memory where there is none."""
+    into = {name: state[name] for name in fitting.names}
+    if not any(tensor.is_meta for tensor in state.values()):
+        source.read_into(into, progress)
+        return
+    empty = without_memory(module)
+    # Of a tied one, the first name that is stored.
+    named = {id(into[name]): name for name in reversed(fitting.names) if into[name].is_meta}
+    for name, tensor in empty.items():
+        if id(tensor) not in named:
+            raise CheckpointError(f"{source.uri} lacks {name}, which has no memory in the model")
+    fresh, made = _fresh_memory(source, {name: into[name] for name in named.values()}, dtype, device)
+    into = {name: tensor for name, tensor in into.items() if not tensor.is_meta} | made
+    if into:
+        source.read_into(into, progress)
+    if fresh and isinstance(source, SafetensorsSource):
+        made |= source.load(fresh, device, progress)
+    held = {id(tensor): tensor for tensor in empty.values()}
+    put_in_place(module, {key: _in_place_of(held[key], made[name]) for key, name in named.items()})
+
+
+def _fresh_memory(
+    source: TensorSource,
+    empty: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Names whose memory can be that which their file is read into, and tensors for all others."""
+    fresh: list[str] = []
+    made: dict[str, torch.Tensor] = {}
+    taken: set[tuple[Blob, int]] = set()
+    for name, tensor in empty.items():
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        place = source.places[name] if isinstance(source, SafetensorsSource) else None
+        shape = place.shape if place is not None else source.specs[name].shape
+        if shape != tensor.shape:
+            raise CheckpointError(
+                f"{source.uri}: {name} has shape {list(shape)}, the model's is {list(tensor.shape)}"
+            )
+        # What is tied in storage but not in the model gets memory of its own.
+        if place is not None and place[1:3] not in taken and as_stored(place, wanted, tensor):
+            taken.add(place[1:3])
+            fresh.append(name)
+        else:
+            made[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device=device)
+    return fresh, made
+
+
+def _in_place_of(empty: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
+    return as_parameter(filled, empty) if isinstance(empty, nn.Parameter) else filled
+
+
+def _bytes_of(source: TensorSource, names: Collection[str]) -> int:
+    """The bytes of stored tensors, those of two names once."""
+    if isinstance(source, SafetensorsSource):
+        places = [source.places[name] for name in names]
+        return sum({(place.blob, place.offset): place.nbytes for place in places}.values())
+    return sum(source.specs[name].nbytes for name in names)

@@ -1,0 +1,145 @@
+"""Many ranges of blobs into memory at once: the one engine that fills tensors from storage.
+
+What comes in is cut into blocks of like size, whatever the size of the tensors: small ones that lie side
+by side in their blob are read together, large ones in parts, in the order of the blob, by several threads.
+Bytes for the CPU are read straight into their places, those for a GPU by way of `landing`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from rfork.settings import StorageSettings
+from rfork.storage.reading.cuda import CudaCopier, pinned_staging
+from rfork.storage.reading.landing import Landing
+from rfork.storage.reading.plan import Block, Extent, Plan, block_bytes
+
+__all__ = ["Extent", "fill"]
+
+
+def fill(
+    extents: Sequence[Extent],
+    settings: StorageSettings,
+    *,
+    on_filled: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Fill all extents; returns once every byte is there (of a GPU's memory too).
+
+    `on_filled` is told the index of each extent that is whole, on the engine's threads, several at once:
+    what it does (digesting, giving onwards) overlaps with the reads of others. `progress` is told the bytes
+    of each block, one call at a time. Takes at most `settings.memory` bytes of staging. Raises what the
+    blobs raise, or what a callback raises; reads under way have ended by then.
+    """
+    _Filling(extents, settings, on_filled, progress).run()
+
+
+class _Filling:
+    """One call of `fill`."""
+
+    def __init__(
+        self,
+        extents: Sequence[Extent],
+        settings: StorageSettings,
+        on_filled: Callable[[int], None] | None,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self._extents = extents
+        self._on_filled = on_filled
+        self._progress = progress
+        total = sum(extent.into.numel() for extent in extents)
+        devices = {extent.into.device for extent in extents if not extent.into.is_cpu}
+        size = block_bytes(total, settings.streams, settings.memory)
+        self._streams = min(settings.streams, max(1, total // size + len(extents)))
+        self._staging = pinned_staging(settings.memory, size) if devices else None
+        self._copier = CudaCopier(devices, settings) if devices else None
+        self._plan = Plan(extents, size)
+        self._blocks = self._plan.blocks()
+        self._planning = threading.Lock()
+        self._told = threading.Lock()
+        self._left: dict[int, int] = {}
+        """Bytes that still lack, of extents that are in several blocks."""
+        self._changed = threading.Condition()
+        self._running = self._ended = 0
+        self._stopping = False
+        self._errors: list[BaseException] = []
+
+    def run(self) -> None:
+        for index, extent in enumerate(self._extents):
+            if not extent.into.numel() and self._on_filled is not None:
+                self._on_filled(index)
+        try:
+            for _ in range(self._streams):
+                # Daemons: a disk that hangs must not keep a process that was interrupted from ending.
+                threading.Thread(target=self._serve, name="rfork-read", daemon=True).start()
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or self._ended == self._streams)
+        finally:
+            with self._changed:
+                self._stopping = True
+                # Not joined: an interrupt may have come while one was started. It ends before it begins.
+                self._changed.wait_for(lambda: self._running == 0)
+            if self._staging is not None:
+                self._staging.close()
+            if self._copier is not None:
+                self._copier.close()
+        if self._errors:
+            raise self._errors[0]
+
+    def _serve(self) -> None:
+        with self._changed:
+            if self._stopping:
+                return
+            self._running += 1
+        error: BaseException | None = None
+        try:
+            self._work()
+        except BaseException as raised:  # raised again by `run`
+            error = raised
+        with self._changed:
+            if error is not None:
+                self._errors.append(error)
+                self._stopping = True
+            self._running -= 1
+            self._ended += 1
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        landing = None
+        if self._staging is not None and self._copier is not None:
+            landing = Landing(self._plan, self._extents, self._staging, self._copier, self._filled)
+        try:
+            while (block := self._next()) is not None:
+                if landing is not None and block.device.type != "cpu":
+                    landing.bring(block)
+                else:
+                    block.blob.read(block.begin, self._plan.host_views(block))
+                    self._filled(block)
+            if landing is not None and not self._stopping:
+                landing.settle()
+        finally:
+            if landing is not None:
+                landing.abandon()
+
+    def _next(self) -> Block | None:
+        with self._planning:
+            return None if self._stopping else next(self._blocks, None)
+
+    def _filled(self, block: Block) -> None:
+        if self._progress is not None:
+            with self._told:
+                self._progress(block.wanted)
+        if self._on_filled is not None:
+            for index in self._whole(block):
+                self._on_filled(index)
+
+    def _whole(self, block: Block) -> list[int]:
+        """The extents that are whole with this block."""
+        whole, parts = self._plan.inside(block)
+        for index, came, length in parts:
+            with self._told:
+                left = self._left[index] = self._left.get(index, length) - came
+            if not left:
+                whole.append(index)
+        return whole

@@ -1,0 +1,244 @@
+"""One bucket through botocore: its credentials, endpoints, signatures and retries; typed, in rfork's errors.
+
+Runs wherever weights are read or written. botocore looks for credentials where AWS's own tools do: the
+environment, profiles, web identity (IRSA), containers' and instances' metadata.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Protocol, cast
+from urllib.parse import urlsplit
+
+import botocore
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+from botocore.session import Session
+
+import rfork
+from rfork.errors import StorageError
+from rfork.settings import StorageSettings
+from rfork.storage.s3.errors import MISSING, code_of, failure
+from rfork.storage.s3.parts import Body, Head, Part
+
+URL_S: Final = 900
+"""Seconds that a presigned URL opens its object; each is used for a small part of them."""
+REGION: Final = "us-east-1"
+_AWS = re.compile(r"\.amazonaws\.com(\.cn)?$")
+
+
+class S3Bucket:
+    """See `Bucket`. Its client is made when the first call needs it."""
+
+    def __init__(self, name: str, settings: StorageSettings) -> None:
+        self.name = name
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._made: tuple[_Client, Path | None] | None = None
+
+    def put(self, key: str, body: Body, *, only_new: bool) -> None:
+        """See `Bucket`."""
+        condition = {"IfNoneMatch": "*"} if only_new else {}
+        with self._failing(key):
+            self._client.put_object(Bucket=self.name, Key=key, Body=body, **condition)
+
+    def begin(self, key: str) -> str:
+        """See `Bucket`."""
+        with self._failing(key):
+            answer = self._client.create_multipart_upload(Bucket=self.name, Key=key)
+        return _told(answer, "UploadId", key)
+
+    def put_part(self, key: str, upload: str, number: int, body: Body) -> Part:
+        """See `Bucket`."""
+        with self._failing(key):
+            answer = self._client.upload_part(
+                Bucket=self.name, Key=key, UploadId=upload, PartNumber=number, Body=body
+            )
+        checksums = {
+            name: str(value)
+            for name, value in answer.items()
+            if name.startswith("Checksum") and name != "ChecksumType"
+        }
+        return Part(number, _told(answer, "ETag", key), checksums)
+
+    def complete(self, key: str, upload: str, parts: Sequence[Part], *, only_new: bool) -> str:
+        """See `Bucket`."""
+        told: list[dict[str, str | int]] = [
+            {"PartNumber": part.number, "ETag": part.etag, **part.checksums} for part in parts
+        ]
+        condition = {"IfNoneMatch": "*"} if only_new else {}
+        with self._failing(key):
+            answer = self._client.complete_multipart_upload(
+                Bucket=self.name, Key=key, UploadId=upload, MultipartUpload={"Parts": told}, **condition
+            )
+        return _told(answer, "ETag", key)
+
+    def abort(self, key: str, upload: str) -> None:
+        """See `Bucket`."""
+        with self._failing(key):
+            try:
+                self._client.abort_multipart_upload(Bucket=self.name, Key=key, UploadId=upload)
+            except ClientError as error:
+                if code_of(error) != "NoSuchUpload":
+                    raise
+
+    def head(self, key: str) -> Head | None:
+        """See `Bucket`."""
+        with self._failing(key):
+            try:
+                answer = self._client.head_object(Bucket=self.name, Key=key)
+            except ClientError as error:
+                if code_of(error) in MISSING:
+                    return None
+                raise
+        return Head(int(answer["ContentLength"]), str(answer["ETag"]))
+
+    def delete(self, key: str) -> None:
+        """Remove an object; nothing happens where there is none."""
+        with self._failing(key):
+            try:
+                self._client.delete_object(Bucket=self.name, Key=key)
+            except ClientError as error:
+                if code_of(error) != "NoSuchKey":
+                    raise
+
+    def objects(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Key and size of every object whose key begins with `prefix`, as the service orders them."""
+        with self._failing(prefix):
+            for page in self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self.name, Prefix=prefix
+            ):
+                for entry in page.get("Contents", ()):
+                    yield entry["Key"], int(entry["Size"])
+
+    def url(self, key: str) -> str:
+        """A URL by which anybody may read the object for `URL_S`: a secret."""
+        with self._failing(key):
+            return self._client.generate_presigned_url(
+                "get_object", Params={"Bucket": self.name, "Key": key}, ExpiresIn=URL_S
+            )
+
+    def find_region(self) -> None:
+        """Ask where the bucket is, and ask there from now on; nothing changes where that is not told."""
+        with self._failing(""):
+            try:
+                answer = self._client.head_bucket(Bucket=self.name)
+            except ClientError as error:
+                answer = error.response  # a refusal tells the region too
+            region = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region")
+            if region:
+                found = _connect(self._settings.model_copy(update={"s3_region": region}))
+                with self._lock:
+                    # The client before it may be in use: it closes when nobody has it any more.
+                    self._made = found
+
+    @property
+    def authorities(self) -> Path | None:
+        """The file of authorities that the service is checked by, where there is one of its own."""
+        with self._failing(""):
+            return self._connected()[1]
+
+    def close(self) -> None:
+        """Drop connections; it can be used again."""
+        with self._lock:
+            if self._made is not None:
+                self._made[0].close()
+
+    @contextmanager
+    def _failing(self, key: str) -> Iterator[None]:
+        uri = f"s3://{self.name}/{key}"
+        try:
+            yield
+        except (ClientError, BotoCoreError, ValueError) as error:
+            # Without what it came from: botocore's may hold a whole URL.
+            raise failure(uri, error) from None
+
+    @property
+    def _client(self) -> _Client:
+        return self._connected()[0]
+
+    def _connected(self) -> tuple[_Client, Path | None]:
+        with self._lock:
+            if self._made is None:
+                self._made = _connect(self._settings)
+            return self._made
+
+
+def _told(answer: Mapping[str, str], name: str, key: str) -> str:
+    # To botocore, the end of a connection before any text is an answer without fields.
+    if name not in answer:
+        raise StorageError(f"{key}: the service's answer broke off")
+    return str(answer[name])
+
+
+class _Client(Protocol):
+    """The part of botocore's client that is used here; it makes these methods when it runs."""
+
+    @property
+    def meta(self) -> _Meta: ...
+    def put_object(self, **parameters: str | Body) -> Mapping[str, str]: ...
+    def create_multipart_upload(self, **parameters: str) -> Mapping[str, str]: ...
+    def upload_part(self, **parameters: str | int | Body) -> Mapping[str, str]: ...
+    def complete_multipart_upload(
+        self, *, MultipartUpload: Mapping[str, Sequence[Mapping[str, str | int]]], **parameters: str
+    ) -> Mapping[str, str]: ...
+    def abort_multipart_upload(self, **parameters: str) -> None: ...
+    def head_object(self, **parameters: str) -> Mapping[str, str | int]: ...
+    def head_bucket(self, **parameters: str) -> Mapping[str, Mapping[str, Mapping[str, str]]]: ...
+    def delete_object(self, **parameters: str) -> None: ...
+    def get_paginator(self, operation: str) -> _Paginator: ...
+    def generate_presigned_url(self, method: str, *, Params: Mapping[str, str], ExpiresIn: int) -> str: ...
+    def close(self) -> None: ...
+
+
+class _Meta(Protocol):
+    @property
+    def endpoint_url(self) -> str: ...
+    @property
+    def config(self) -> _Config: ...
+
+
+class _Config(Protocol):
+    @property
+    def s3(self) -> Mapping[str, str] | None: ...
+
+
+class _Paginator(Protocol):
+    def paginate(self, **parameters: str) -> Iterator[Mapping[str, Sequence[Mapping[str, str]]]]: ...
+
+
+def _connect(settings: StorageSettings) -> tuple[_Client, Path | None]:
+    """A client as the settings, then AWS's environment and files, have it. Raises what botocore raises."""
+    session = Session(profile=settings.s3_profile)
+    bundle = settings.ca or session.get_config_variable("ca_bundle")
+
+    def client(style: str) -> _Client:
+        made = session.create_client(
+            "s3",
+            region_name=settings.s3_region or session.get_config_variable("region") or REGION,
+            endpoint_url=settings.s3_endpoint,
+            verify=str(bundle) if bundle else None,
+            config=Config(
+                # For presigned URLs botocore's default is the version that newer regions refuse.
+                signature_version=botocore.UNSIGNED if settings.s3_anonymous else "s3v4",
+                connect_timeout=settings.timeout_s,
+                read_timeout=settings.timeout_s,
+                retries={"mode": "standard", "total_max_attempts": settings.attempts},
+                # Uploads of several blobs at once share this client.
+                max_pool_connections=max(32, 2 * settings.streams),
+                user_agent_extra=f"rfork/{rfork.__version__}",
+                s3={} if style == "auto" else {"addressing_style": style},
+            ),
+        )
+        return cast(_Client, made)
+
+    made = client(settings.s3_addressing)
+    chosen = (made.meta.config.s3 or {}).get("addressing_style", "auto")
+    if chosen == "auto" and _AWS.search(urlsplit(made.meta.endpoint_url).hostname or ""):
+        # Else URLs are for the endpoint of all regions, which redirects for days after a bucket was made.
+        made = client("virtual")
+    return made, Path(bundle) if bundle else None

@@ -1,0 +1,117 @@
+"""S3 and what speaks like it: objects of a bucket below a prefix.
+
+They are listed, written and removed through botocore, and read by presigned URLs, which botocore signs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Final
+
+from rfork.errors import MissingExtra, StorageError
+from rfork.settings import StorageSettings
+from rfork.storage.blob import Blob, Entry, Writer
+from rfork.storage.location import Location
+from rfork.storage.web.blob import Pool, RangedBlob, Request
+
+try:
+    from rfork.storage.s3.bucket import S3Bucket
+    from rfork.storage.s3.errors import Elsewhere, explain
+    from rfork.storage.s3.upload import writing
+except ImportError as error:
+    raise MissingExtra("boto3, for s3://,", extra="s3", why=str(error)) from None
+
+SIGNED_S: Final = 60.0
+"""Seconds that one signature is used for; what it was made with is valid for longer than that."""
+
+
+class S3Store:
+    """See `Store`: the objects of a bucket whose keys begin with a folder's path."""
+
+    def __init__(self, folder: Location, settings: StorageSettings) -> None:
+        self._folder = folder.folder
+        self._settings = settings
+        self._bucket = S3Bucket(folder.host, settings)
+        self._lock = threading.Lock()
+        self._made: Pool | None = None
+
+    @property
+    def uri(self) -> str:
+        """See `Store`."""
+        return self._folder.uri
+
+    def open(self, name: str) -> Blob:
+        """See `Store`."""
+        try:
+            return self._open(name)
+        except Elsewhere:
+            # As AWS's own clients do: without a region they ask the one they know first.
+            self._bucket.find_region()
+        try:
+            return self._open(name)
+        except Elsewhere as error:
+            raise StorageError(str(error), hint=error.hint) from None
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """See `Store`."""
+        begin = self._folder.path
+        found = (Entry(key.removeprefix(begin), size) for key, size in self._bucket.objects(begin + prefix))
+        # Not every service orders them, and the consoles of some make empty objects of folders' names.
+        yield from sorted(
+            (entry for entry in found if entry.name and not entry.name.endswith("/")),
+            key=lambda entry: entry.name,
+        )
+
+    def write(self, name: str, *, replace: bool = True) -> AbstractContextManager[Writer]:
+        """See `Store`."""
+        place = self._folder.child(name)
+        return writing(self._bucket, place.path, place.uri, self._settings, replace=replace)
+
+    def remove(self, name: str) -> None:
+        """See `Store`."""
+        self._bucket.delete(self._folder.child(name).path)
+
+    def close(self) -> None:
+        """See `Store`."""
+        with self._lock:
+            if self._made is not None:
+                self._made.close()
+        self._bucket.close()
+
+    def _open(self, name: str) -> RangedBlob:
+        place = self._folder.child(name)
+
+        def meaning(status: int, text: bytes) -> StorageError | None:
+            return explain(place.uri, status, text)
+
+        return RangedBlob.open(
+            place.uri, _Signed(self._bucket, place.path), self._pool(), self._settings, meaning
+        )
+
+    def _pool(self) -> Pool:
+        authorities = self._bucket.authorities
+        with self._lock:
+            if self._made is None:
+                self._made = Pool(self._settings.model_copy(update={"ca": authorities}))
+            return self._made
+
+
+class _Signed:
+    """Makes the requests for one object; see `rfork.storage.web.blob.Sign`. Thread-safe."""
+
+    def __init__(self, bucket: S3Bucket, key: str) -> None:
+        self._bucket = bucket
+        self._key = key
+        self._lock = threading.Lock()
+        self._signed: tuple[Request, float] | None = None
+
+    def __call__(self) -> Request:
+        """The request as it was signed last, or signed anew."""
+        with self._lock:
+            now = time.monotonic()
+            if self._signed is None or now - self._signed[1] >= SIGNED_S:
+                self._signed = Request(self._bucket.url(self._key)), now
+            return self._signed[0]

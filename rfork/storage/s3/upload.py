@@ -1,0 +1,183 @@
+"""A blob written to an object store as a stream: in parts, several in flight, with bounded memory.
+
+Nothing is seen of it before it is complete; what does not get so far is removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+
+from rfork.errors import RforkError, StorageCorrupt, StorageDenied, StorageError
+from rfork.logs import logger
+from rfork.settings import StorageSettings
+from rfork.storage.s3.errors import ConditionFailed, Conflict, Unsupported
+from rfork.storage.s3.parts import PARTS, Block, Bucket, Head, Part, buffers, part_size, whole_tag
+
+log = logger(__name__)
+
+
+@contextmanager
+def writing(
+    bucket: Bucket, key: str, uri: str, settings: StorageSettings, *, replace: bool
+) -> Iterator[Upload]:
+    """An object in the making; see `Store.write`."""
+    upload = Upload(bucket, key, uri, settings, replace=replace)
+    try:
+        yield upload
+        upload.commit()
+    except BaseException:
+        upload.abort()
+        raise
+
+
+class Upload:
+    """See `Writer`. What fits into one part is written by one request, when it is committed."""
+
+    def __init__(
+        self, bucket: Bucket, key: str, uri: str, settings: StorageSettings, *, replace: bool
+    ) -> None:
+        self._bucket = bucket
+        self._key = key
+        self._uri = uri
+        self._settings = settings
+        self._replace = replace
+        self._written = 0
+        self._block = Block(part_size(1))
+        self._free: list[Block] = []
+        self._id: str | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._running: dict[Future[Part], Block] = {}
+        self._begun = 0
+        self._parts: list[Part] = []
+        self._there_already = False
+
+    def write(self, views: Sequence[memoryview]) -> None:
+        """See `Writer`. Raises what parts before this met, too."""
+        for view in views:
+            data = view.cast("B")
+            self._written += len(data)
+            while data and not self._there_already:
+                if self._block.room == 0:
+                    self._send()
+                    self._block = self._next()
+                data = data[self._block.append(data) :]
+
+    def commit(self) -> None:
+        """Make the object."""
+        if self._there_already:
+            return
+        if self._id is None:
+            self._make(self._put)
+            return
+        self._send()
+        self._collect(wait(self._running).done)
+        self._make(self._complete)
+        self._end()
+
+    def abort(self) -> None:
+        """Remove what there is of it. Raises nothing: it is what failed before that counts."""
+        for future, block in self._running.items():
+            future.cancel()
+            block.give_up()
+        # This waits for those under way: a part that arrives after the abort would be left for ever.
+        self._end()
+        if self._id is None:
+            return
+        try:
+            self._bucket.abort(self._key, self._id)
+        except RforkError as error:
+            log.warning("parts of an upload are left behind", object=self._uri, why=str(error))
+        self._id = None
+
+    def _send(self) -> None:
+        """Upload the block as the next part."""
+        if self._id is None:
+            if not self._replace and self._bucket.head(self._key) is not None:
+                self._there_already = True
+                return
+            self._id = self._bucket.begin(self._key)
+            self._threads = ThreadPoolExecutor(self._settings.streams, "rfork-upload")
+        if self._threads is None or self._begun == PARTS:
+            raise StorageError(f"{self._uri}: {self._written} bytes are more than one object can have")
+        self._begun += 1
+        future = self._threads.submit(
+            self._bucket.put_part, self._key, self._id, self._begun, self._block.body()
+        )
+        self._running[future] = self._block
+
+    def _next(self) -> Block:
+        """A block for the part after those begun; waits for one where memory has no more."""
+        self._collect([future for future in self._running if future.done()])
+        size = part_size(self._begun + 1)
+        if size != self._block.size:
+            self._collect(wait(self._running).done)
+            self._free.clear()
+        elif not self._free and len(self._running) >= buffers(size, self._settings):
+            self._collect(wait(self._running, return_when=FIRST_COMPLETED).done)
+        return self._free.pop() if self._free else Block(size)
+
+    def _collect(self, done: Iterable[Future[Part]]) -> None:
+        for future in done:
+            block = self._running.pop(future)
+            self._parts.append(future.result())
+            block.clear()
+            self._free.append(block)
+
+    def _make(self, make: Callable[[bool], None]) -> None:
+        """Have `make` make the object, which is told whether one that is there is to stay."""
+        if self._replace:
+            make(False)
+            return
+        for _ in range(self._settings.attempts):
+            try:
+                make(True)
+            except ConditionFailed:
+                self.abort()
+            except Conflict:
+                # Once the other writer has made it, the next answer is that it is there.
+                continue
+            except Unsupported:
+                if self._bucket.head(self._key) is None:
+                    make(False)
+                else:
+                    self.abort()
+            return
+        raise StorageError(f"{self._uri}: others are writing it at the same time")
+
+    def _put(self, only_new: bool) -> None:
+        self._bucket.put(self._key, self._block.body(), only_new=only_new)
+
+    def _complete(self, only_new: bool) -> None:
+        if self._id is None:
+            raise StorageError(f"{self._uri}: its upload was aborted")
+        parts = sorted(self._parts, key=lambda part: part.number)
+        tag: str | None
+        try:
+            tag = self._bucket.complete(self._key, self._id, parts, only_new=only_new)
+        except (ConditionFailed, Conflict, Unsupported):
+            raise
+        except StorageError:
+            # It may have been made all the same, and only the answer got lost.
+            tag = whole_tag(parts)
+            if tag is None or self._bucket.head(self._key) != Head(self._written, tag):
+                raise
+        self._check(tag)
+
+    def _check(self, tag: str) -> None:
+        try:
+            there = self._bucket.head(self._key)
+        except StorageDenied:
+            return  # it may be written, and not read
+        if there is None:
+            raise StorageError(f"{self._uri} is not there after it was written")
+        # With another tag it is another writer's by now.
+        if there.etag == tag and there.size != self._written:
+            raise StorageCorrupt(f"{self._uri} has {there.size} bytes where {self._written} were written")
+
+    def _end(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown()
+        self._running.clear()
+        self._free.clear()

@@ -1,0 +1,1 @@
+"""Images in storage: written, restored, listed, verified, removed."""

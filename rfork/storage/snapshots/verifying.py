@@ -1,0 +1,137 @@
+"""Whether a snapshot's bytes are what its manifest promises, read as a stream. Runs where `verify` does."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from rfork import settings as options
+from rfork.errors import CheckpointError, StorageCorrupt, StorageMissing
+from rfork.image.chunks import Chunks
+from rfork.image.digest import LEAF_BYTES, RunningDigest
+from rfork.image.safetensors_header import layout_of
+from rfork.settings import StorageSettings
+from rfork.storage.location import Location
+from rfork.storage.snapshots.files import ManifestFile, SnapshotFiles, chunks_at, open_files
+from rfork.storage.snapshots.repository import Found
+
+MOST_PIECE = 8 << 20
+"""Bytes read at once by one thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What reading a snapshot found: `damage` has a line for each chunk that is not right, in their order."""
+
+    uri: str
+    weights_id: str | None
+    chunks: int
+    nbytes: int
+    damage: tuple[str, ...]
+
+
+@dataclass
+class Verifier:
+    """Reads snapshots one after the other; chunks that several share are read once. Use from one thread.
+
+    `progress` is told bytes, one call at a time.
+    """
+
+    settings: StorageSettings = field(default_factory=lambda: options.load(StorageSettings))
+    progress: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[str, str | None] = {}
+        threads = self.settings.streams
+        piece = min(MOST_PIECE, self.settings.memory // threads)
+        self._piece = max(LEAF_BYTES, piece - piece % LEAF_BYTES)
+
+    def verify(self, found: Found) -> Verified:
+        """Digest every chunk. Raises StorageErrors but for damage: what cannot be reached is none."""
+        try:
+            files = open_files(found.folder, found.name, self.settings)
+        except (StorageCorrupt, StorageMissing) as error:
+            return Verified(found.uri, found.told.weights_id if found.told else None, 0, 0, (str(error),))
+        try:
+            if misfit := _misfit(files):
+                return Verified(found.uri, files.told.weights_id, 0, 0, (misfit,))
+            cut = Chunks.of(files.told.image_bytes)
+            objects = _objects(found.folder, files.told)
+            buffers: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+            for _ in range(min(self.settings.streams, len(cut))):
+                buffers.put(bytearray(self._piece))
+
+            def check(chunk: int) -> str | None:
+                buffer = buffers.get()
+                try:
+                    return self._check(files, chunk, memoryview(buffer), objects[chunk] if objects else None)
+                finally:
+                    buffers.put(buffer)
+
+            pool = ThreadPoolExecutor(max(1, buffers.qsize()), thread_name_prefix="rfork-verify")
+            try:
+                told = list(pool.map(check, range(len(cut))))
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+        finally:
+            files.data.close()
+        damage = tuple(line for line in told if line is not None)
+        return Verified(found.uri, files.told.weights_id, len(cut), files.told.image_bytes, damage)
+
+    def _check(self, files: SnapshotFiles, chunk: int, buffer: memoryview, path: str | None) -> str | None:
+        """What is wrong with a chunk, or None. `path` is that of its object, where it may be shared."""
+        begin, end = Chunks.of(files.told.image_bytes)[chunk]
+        with self._lock:
+            known = path is not None and path in self._known
+            wrong = self._known.get(path) if path is not None else None
+        if known:
+            self._tell(end - begin)
+        else:
+            wrong = self._read(files, begin, end, files.told.digests[chunk], buffer)
+            if path is not None:
+                with self._lock:
+                    self._known[path] = wrong
+        if wrong is None:
+            return None
+        where = path or f"bytes {files.told.header_bytes + begin}-{files.told.header_bytes + end}"
+        return f"{files.data.uri}: chunk {chunk} ({where}) {wrong}"
+
+    def _read(
+        self, files: SnapshotFiles, begin: int, end: int, expected: str, buffer: memoryview
+    ) -> str | None:
+        state = RunningDigest()
+        for low in range(begin, end, len(buffer)):
+            piece = buffer[: min(len(buffer), end - low)]
+            try:
+                files.data.read(files.told.header_bytes + low, [piece])
+            except StorageCorrupt as error:
+                return f"cannot be read: {error}"
+            state.update(piece)
+            self._tell(len(piece))
+        return None if state.digest().hex() == expected else "does not match its digest"
+
+    def _tell(self, count: int) -> None:
+        if self.progress is not None:
+            with self._lock:
+                self.progress(count)
+
+
+def _objects(folder: Location, told: ManifestFile) -> list[str]:
+    """The path of each chunk's object; none in the file form."""
+    if told.chunks is None:
+        return []
+    within = chunks_at(folder, told.chunks).path
+    return [within + name for name, _ in told.objects[1:]]  # behind the header, which is verified by now
+
+
+def _misfit(files: SnapshotFiles) -> str | None:
+    """Why the manifest is not this file's, or not in itself."""
+    try:
+        files.told.manifest(layout_of(files.head))
+    except (StorageCorrupt, CheckpointError) as error:
+        return f"{files.uri}: {error}"
+    return None

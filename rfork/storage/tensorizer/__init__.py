@@ -1,0 +1,1 @@
+"""tensorizer's ``.tensors`` files, read and written."""

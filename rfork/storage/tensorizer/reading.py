@@ -1,0 +1,104 @@
+"""Tensors of ``.tensors`` files into memory, each checked as soon as it is there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rfork.errors import StorageCorrupt, StorageDenied
+from rfork.image.host_memory import host_view
+from rfork.settings import StorageSettings
+from rfork.storage.blob import Blob
+from rfork.storage.reading.engine import Extent, fill
+from rfork.storage.tensorizer.crypt import Opener
+from rfork.storage.tensorizer.format import TensorEntry
+from rfork.storage.tensorizer.header import read_header
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor, and the file it lies in."""
+
+    blob: Blob
+    encrypted: bool
+    entry: TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A tensor to be read, and the host memory for it: uint8, 1-D, `spec.nbytes` long."""
+
+    stored: Stored
+    into: torch.Tensor
+
+
+def read_checked(
+    reads: Sequence[Read],
+    opener: Opener | None,
+    settings: StorageSettings,
+    progress: Callable[[int], None] | None = None,
+    on_whole: Callable[[int], None] | None = None,
+) -> None:
+    """Read, decrypt and check; `on_whole` is told the index of each tensor that is right, on any thread.
+
+    Raises StorageCorrupt or StorageDenied, naming the tensor, and what the blobs raise.
+    """
+    sizes = [read.stored.entry.data - read.stored.entry.header for read in reads]
+    room, at = torch.empty(sum(sizes), dtype=torch.uint8), 0
+    headers: list[torch.Tensor] = []
+    extents: list[Extent] = []
+    for read, size in zip(reads, sizes, strict=True):
+        stored, header = read.stored, room[at : at + size]
+        headers.append(header)
+        at += size
+        extents.append(Extent(stored.blob, stored.entry.header, header))
+        extents.append(Extent(stored.blob, stored.entry.data, read.into[: stored.entry.length]))
+    missing = [2] * len(reads)
+    lock = threading.Lock()
+
+    def filled(index: int) -> None:
+        index //= 2
+        with lock:
+            missing[index] -= 1
+            if missing[index]:
+                return
+        _check(reads[index], bytes(headers[index].numpy()), opener)
+        if on_whole is not None:
+            on_whole(index)
+
+    total = sum(read.stored.entry.length for read in reads)
+    tell = _most(total, progress) if progress is not None else None
+    fill(extents, settings, on_filled=filled, progress=tell)
+
+
+def _check(read: Read, header: bytes, opener: Opener | None) -> None:
+    blob, entry = read.stored.blob, read.stored.entry
+    memory = host_view(read.into.data_ptr(), entry.length) if entry.length else memoryview(b"")
+    try:
+        told = read_header(entry, header, encrypted=read.stored.encrypted)
+        if opener is not None:
+            opener.open(told.crypt, memory)
+        right = told.fits(memory)
+    except StorageDenied as error:
+        raise StorageDenied(f"{blob.uri}: {entry.name}: {error}") from None
+    except ValueError as error:
+        raise StorageCorrupt(f"{blob.uri}: {entry.name}: {error}") from None
+    if not right:
+        raise StorageCorrupt(f"{blob.uri}: {entry.name} does not match its hash")
+    if not entry.length:
+        read.into.zero_()  # what was saved from the meta device
+
+
+def _most(total: int, progress: Callable[[int], None]) -> Callable[[int], None]:
+    """`progress`, told of `total` bytes in all: headers are read too, and nobody counts them."""
+    left = [total]
+
+    def tell(count: int) -> None:
+        told = min(count, left[0])
+        left[0] -= told
+        progress(told)
+
+    return tell

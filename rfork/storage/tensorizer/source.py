@@ -1,0 +1,226 @@
+"""A ``.tensors`` file, or a numbered set of them, as a source of tensors.
+
+Read by our own engine, straight into the tensors: tensorizer's loader reads with one thread where it is not
+given a path, keeps all that it has read, and takes a file that is cut short for whole unless asked to check.
+Here every tensor is checked against its hash, always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Self
+
+import torch
+
+from rfork import settings as options
+from rfork.errors import CheckpointError, StorageCorrupt, StorageDenied
+from rfork.settings import StorageSettings
+from rfork.storage.blob import Blob, part
+from rfork.storage.formats.blocks import bytes_of
+from rfork.storage.location import Location
+from rfork.storage.reading.ahead import groups_of, read_ahead
+from rfork.storage.tensorizer.crypt import Opener, Secret
+from rfork.storage.tensorizer.format import HEAD
+from rfork.storage.tensorizer.index import index_length, read_index
+from rfork.storage.tensorizer.names import of_rank, opened_files
+from rfork.storage.tensorizer.reading import Read, Stored, read_checked
+from rfork.storage.tensors import StoredTensor
+from rfork.wire import Rank
+
+ALIGNMENT = 64
+"""Of tensors that share an allocation."""
+FRONT = HEAD.size + (256 << 10)
+"""What tensorizer leaves room for in front of the tensors."""
+
+
+class TensorizerSource:
+    """See `rfork.storage.tensors.TensorSource`."""
+
+    def __init__(
+        self,
+        uri: str,
+        blobs: Sequence[Blob],
+        settings: StorageSettings,
+        secret: Secret | None = None,
+    ) -> None:
+        """Over open blobs, which stay the caller's where this raises; they are closed with the source."""
+        self.uri = uri
+        self._settings = settings
+        self._blobs = tuple(blobs)
+        self._tensors: dict[str, Stored] = {}
+        for blob in blobs:
+            self._add(blob, secret)
+        self._specs = {name: stored.entry.spec for name, stored in self._tensors.items()}
+        self._opener = Opener(secret) if secret is not None else None
+        self._owned = ExitStack()
+        for blob in blobs:
+            self._owned.callback(blob.close)
+
+    @classmethod
+    def open(
+        cls,
+        uri: str,
+        *,
+        key: bytes | None = None,
+        password: str | None = None,
+        rank: Rank | None = None,
+        settings: StorageSettings | None = None,
+    ) -> Self:
+        """Open a file, a numbered set (``NAME-00001-of-00008.tensors``), or a folder with either.
+
+        In a name as ``model-rank-%03d.tensors`` the number is that of `rank`.
+
+        Reads the index, and no tensor. Raises StorageCorrupt (no such file, or cut short), StorageDenied
+        (it is encrypted, and neither `key`, 32 bytes, nor `password` is given), StorageMissing and others.
+        """
+        chosen = settings or options.load(StorageSettings)
+        secret = Secret.of(key, password)
+        with ExitStack() as held:
+            blobs = opened_files(of_rank(uri, rank or Rank()), chosen, held)
+            told = blobs[0].uri if len(blobs) == 1 else Location.parse(uri).uri
+            source = cls(told, blobs, chosen, secret)
+            source._owned = held.pop_all()
+        return source
+
+    @property
+    def specs(self) -> Mapping[str, StoredTensor]:
+        """See `TensorSource.specs`."""
+        return self._specs
+
+    def read_into(
+        self, tensors: Mapping[str, torch.Tensor], progress: Callable[[int], None] | None = None
+    ) -> None:
+        """See `TensorSource.read_into`; StorageCorrupt names the tensor whose hash does not match.
+
+        What has another type, lies on a GPU or has gaps is read through staging memory: at most
+        `settings.memory` bytes, or what the largest such tensor has.
+        """
+        self._check(tensors)
+        direct, staged = self._split(tensors)
+        self._fill(direct, progress)
+        for group in groups_of(staged, [self._specs[name].nbytes for name in staged], self._settings.memory):
+            reads = self._room(group)
+            self._fill(reads, progress)
+            # Parameters are written in place, and those that were made for inference too.
+            with torch.inference_mode():
+                for name, read in zip(group, reads, strict=True):
+                    tensors[name].copy_(self._seen(read))
+
+    def stream(
+        self, names: Collection[str] | None = None, device: torch.device | str = "cpu"
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TensorSource.stream`. Two groups, of half of `settings.memory` each, are under way at once."""
+        wanted = self._named(names)
+        sizes = [self._specs[name].nbytes for name in wanted]
+        groups = groups_of(wanted, sizes, self._settings.memory // 2)
+
+        def read(group: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
+            reads, arrived = self._room(group), list[int]()
+            self._fill(reads, None, arrived.append)
+            return [(group[index], self._seen(reads[index]).to(device)) for index in arrived]
+
+        return read_ahead(groups, read)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """See `TensorSource.__getitem__`."""
+        if name not in self._tensors:
+            raise KeyError(name)
+        reads = self._room([name])
+        self._fill(reads, None)
+        return self._seen(reads[0])
+
+    def close(self) -> None:
+        """See `TensorSource.close`."""
+        self._owned.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _add(self, blob: Blob, secret: Secret | None) -> None:
+        front = part(blob, 0, min(blob.size, FRONT))
+        length = index_length(blob.uri, front)
+        if length > blob.size:
+            raise StorageCorrupt(
+                f"{blob.uri} is cut short: its index has {length} bytes, the file {blob.size}"
+            )
+        front += part(blob, len(front), max(0, length - len(front)))
+        index = read_index(blob.uri, front, blob.size)
+        if index.encrypted and secret is None:
+            raise StorageDenied(f"{blob.uri} is encrypted", hint="give its key or its password")
+        if secret is not None and not index.encrypted:
+            raise CheckpointError(f"{blob.uri} is not encrypted, and a key or password was given")
+        for entry in index.entries:
+            if entry.name in self._tensors:
+                raise CheckpointError(f"{blob.uri} holds {entry.name}, which another file of the set has too")
+            self._tensors[entry.name] = Stored(blob, index.encrypted, entry)
+
+    def _named(self, names: Collection[str] | None) -> list[str]:
+        """All names, or those given, in the order in which they are stored."""
+        if names is None:
+            return list(self._tensors)
+        wanted = set(names)
+        unknown = sorted(wanted - self._tensors.keys())
+        if unknown:
+            raise CheckpointError(f"{self.uri} lacks {unknown[0]} ({len(unknown)} such)")
+        return [name for name in self._tensors if name in wanted]
+
+    def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name in self._named(tensors.keys()):
+            shape, wanted = self._specs[name].shape, tuple(tensors[name].shape)
+            if shape != wanted:
+                raise CheckpointError(
+                    f"{self.uri}: {name} has shape {list(shape)}, the model's is {list(wanted)}"
+                )
+            if tensors[name].is_meta:
+                raise CheckpointError(f"{name} has no memory to be loaded into")
+            stored, wished = self._specs[name].dtype, tensors[name].dtype
+            if not torch.can_cast(stored, wished):
+                raise CheckpointError(f"{self.uri}: {name} is {stored}, and the model's {wished}")
+
+    def _split(self, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Read], list[str]]:
+        """What is read where it belongs, and the names of what goes through staging memory."""
+        ordered = self._named(tensors.keys())
+        places = {name: tensors[name].data_ptr() for name in ordered}
+        direct: list[Read] = []
+        staged: set[str] = set()
+        end = 0
+        for name in sorted(ordered, key=places.__getitem__):
+            tensor, spec = tensors[name], self._specs[name]
+            # Of tensors that share memory one alone is read there: two at once would mix their bytes.
+            fits = places[name] >= end and tensor.device.type == "cpu" and tensor.dtype == spec.dtype
+            if fits and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+                direct.append(Read(self._tensors[name], bytes_of(tensor)))
+                end = max(end, places[name] + spec.nbytes)
+            else:
+                staged.add(name)
+        return direct, [name for name in ordered if name in staged]
+
+    def _room(self, names: Sequence[str]) -> list[Read]:
+        """New memory for these tensors, in one allocation."""
+        sizes = [self._specs[name].nbytes for name in names]
+        room = torch.empty(sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), dtype=torch.uint8)
+        reads: list[Read] = []
+        at = 0
+        for name, size in zip(names, sizes, strict=True):
+            reads.append(Read(self._tensors[name], room[at : at + size]))
+            at += -(-size // ALIGNMENT) * ALIGNMENT
+        return reads
+
+    def _seen(self, read: Read) -> torch.Tensor:
+        """The memory of a read as the tensor it holds."""
+        spec = read.stored.entry.spec
+        if not spec.nbytes:
+            return torch.empty(spec.shape, dtype=spec.dtype)
+        return read.into.view(spec.dtype).view(spec.shape)
+
+    def _fill(
+        self,
+        reads: Sequence[Read],
+        progress: Callable[[int], None] | None,
+        on_whole: Callable[[int], None] | None = None,
+    ) -> None:
+        read_checked(reads, self._opener, self._settings, progress, on_whole)

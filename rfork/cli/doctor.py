@@ -10,7 +10,7 @@ from rich.table import Table
 from rfork import settings as options
 from rfork.cli.console import escaped, out, print_json, reported
 from rfork.cli.options import JsonOption, PlannerOption
-from rfork.settings import Settings
+from rfork.settings import Settings, StorageSettings
 
 COLOUR = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
 FAILED = 1
@@ -19,11 +19,13 @@ FAILED = 1
 def doctor(planner: PlannerOption = None, as_json: JsonOption = False) -> None:
     """Check this machine and explain which transports will be used, and why. Exit code 1 if a check fails."""
     with reported(as_json=as_json):
+        from rfork.storage import doctor as storage
+        from rfork.transport import doctor as transport
         from rfork.transport.choice import explain
-        from rfork.transport.doctor import run_checks
 
         chosen = options.load(Settings, planner=planner)
-        checks, choices = run_checks(chosen), explain(chosen)
+        checks = transport.run_checks(chosen) + storage.run_checks(chosen, options.load(StorageSettings))
+        choices = explain(chosen)
         if as_json:
             print_json(
                 {

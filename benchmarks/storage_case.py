@@ -17,6 +17,11 @@ Role = Literal["ours", "ours otherwise", "peer", "limit", "shown"]
 """`ours otherwise`: rfork by other settings, or with more work to do; not compared with who does less.
 `limit`: what the medium allows. `shown`: for the reader alone."""
 
+ASIDE_ROUNDS = 3
+"""Of rows that are far from the best, or of no figure, and of all that read S3."""
+Part = tuple[str, Medium]
+"""An image, and where it is read from: everybody who does that runs in turn."""
+
 MEDIA: tuple[Medium, ...] = ("cold", "warm", "s3")
 DESTINATIONS: tuple[Destination, ...] = ("fresh", "existing")
 ALL_DESTINATIONS: tuple[Destination, ...] = ("fresh", "existing", "mapped")
@@ -82,6 +87,8 @@ class Contender:
     """Checks the bytes against digests as it loads."""
     quick: bool = False
     """Runs with --quick too."""
+    most_rounds: int | None = None
+    """Where it runs no more than so many."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -31,8 +31,7 @@ SMALL_ROWS = (24, 26, 28)
 SMALL_ELEMENTS = 1024
 TENSORIZER_MOST = 2000
 """Tensors in one .tensors file: its index takes about 2,500 of such names and no more."""
-COPIES = 8
-"""Times that an image lies on the disk: four formats, three of them in S3's server too, and a download."""
+KINDS: frozenset[Kind] = frozenset(get_args(Kind))
 SPARE = 2 << 30
 
 Tensors = dict[str, torch.Tensor]
@@ -60,12 +59,12 @@ class Stored:
 
     @property
     def files(self) -> Mapping[Kind, tuple[Path, ...]]:
-        """The files of each format that hold tensors."""
+        """The files of each format that hold tensors; none where a format was not wanted."""
         return {
             "safetensors": self.safetensors,
             "tensorizer": self.tensorizer,
             "pickled": self.pickled,
-            "snapshot": (self.snapshot,),
+            "snapshot": (self.snapshot,) if self.snapshot.exists() else (),
         }
 
     @property
@@ -101,9 +100,9 @@ def cut(named: Mapping[str, tuple[int, ...]], parts: int) -> list[dict[str, tupl
     return shards
 
 
-def check_room(folder: Path, quick: bool) -> None:
-    """Raise RforkError, one line, where the disk has no room for all of it."""
-    needed = COPIES * sum(bytes_of(shapes_of(name, quick)) for name in SHARDS) + SPARE
+def check_room(folder: Path, needed: int) -> None:
+    """Raise RforkError, one line, where the disk has no room for so many bytes and some more."""
+    needed += SPARE
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise RforkError(
@@ -112,11 +111,8 @@ def check_room(folder: Path, quick: bool) -> None:
         )
 
 
-def lay_out(name: str, quick: bool, folder: Path) -> Stored:
-    """Make an image and write it in every format below `folder`."""
-    # Here, as the processes that run loaders fork from one that has imported this module and no loader.
-    from tensorizer import TensorSerializer
-
+def lay_out(name: str, quick: bool, folder: Path, kinds: frozenset[Kind] = KINDS) -> Stored:
+    """Make an image and write it below `folder`: as safetensors, as `tensorizer` and `pickled` if wanted."""
     generator = torch.Generator().manual_seed(len(name))
     shards = cut(shapes_of(name, quick), SHARDS[name])
     written: dict[str, list[Path]] = {"safetensors": [], "tensorizer": [], "pickled": []}
@@ -132,17 +128,14 @@ def lay_out(name: str, quick: bool, folder: Path) -> Stored:
         save_file(tensors, path, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, path.name)
         written["safetensors"].append(path)
-        torch.save(tensors, folder / "pickled" / f"{stem}.pt")
-        written["pickled"].append(folder / "pickled" / f"{stem}.pt")
-        for part, names in enumerate(_batches(list(tensors), TENSORIZER_MOST)):
-            path = folder / "tensorizer" / f"{stem}-{part:03d}.tensors"
-            serializer = TensorSerializer(str(path))
-            serializer.write_state_dict({each: tensors[each] for each in names})
-            serializer.close()
-            written["tensorizer"].append(path)
+        if "pickled" in kinds:
+            torch.save(tensors, folder / "pickled" / f"{stem}.pt")
+            written["pickled"].append(folder / "pickled" / f"{stem}.pt")
+        if "tensorizer" in kinds:
+            written["tensorizer"] += _serialized(tensors, folder / "tensorizer" / stem)
     index = {"metadata": {"total_size": bytes_of(shapes_of(name, quick))}, "weight_map": weight_map}
     (folder / "safetensors" / "model.safetensors.index.json").write_text(json.dumps(index))
-    stored = Stored(
+    return Stored(
         name=name,
         folder=folder,
         bytes=bytes_of(shapes_of(name, quick)),
@@ -152,7 +145,6 @@ def lay_out(name: str, quick: bool, folder: Path) -> Stored:
         fingerprint=fingerprint(digests),
         file_fingerprint=fingerprint(digests_of(_as_tensors(written["safetensors"]))),
     )
-    return stored
 
 
 def digests_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
@@ -166,6 +158,18 @@ def digests_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
 def fingerprint(digests: Iterable[str]) -> str:
     """One digest of many, whatever their order."""
     return xxhash.xxh3_128("\n".join(sorted(digests)).encode()).hexdigest()
+
+
+def _serialized(tensors: Tensors, stem: Path) -> Iterator[Path]:
+    # Here, as the processes that run loaders fork from one that has imported this module and no loader.
+    from tensorizer import TensorSerializer
+
+    for part, names in enumerate(_batches(list(tensors), TENSORIZER_MOST)):
+        path = stem.with_name(f"{stem.name}-{part:03d}.tensors")
+        serializer = TensorSerializer(str(path))
+        serializer.write_state_dict({each: tensors[each] for each in names})
+        serializer.close()
+        yield path
 
 
 def _as_tensors(paths: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:

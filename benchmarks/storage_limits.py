@@ -18,40 +18,39 @@ from urllib.parse import urlsplit
 
 import torch
 
-from benchmarks.storage_case import Contender, Load, Target
+from benchmarks.storage_case import ASIDE_ROUNDS, Contender, Load, Target
 from benchmarks.storage_image import Tensors
 from rfork.errors import RforkError
 
 BLOCK_BYTES = 16 << 20
 JOBS, DEPTH = 4, 2
 COPIERS, CONNECTIONS = 2, 8
-FIO, OWN = "limit: fio, O_DIRECT", "limit: own O_DIRECT reader (no fio here)"
+FIO, OWN = "limit: fio", "limit: O_DIRECT, huge pages"
 
-Part = tuple[Path, int, int]
+Disk = Callable[[Sequence[Path]], tuple[float, int]]
+"""Reads files past the page cache, four readers at once: seconds, and bytes that were read."""
+Range = tuple[Path, int, int]
 """A file, and the range of it from one offset to another."""
 
 
 def contenders() -> list[Contender]:
-    """Those that run as loaders do; the disk's limit is `disk`."""
+    """Those that run as loaders do; the disk's are `disks`."""
     return [
         Contender("limit: preadv", preadv, "limit", media=("warm",), raw=True, quick=True),
-        Contender("limit: memcpy", memcpy, "shown", media=("warm",), raw=True),
+        Contender(
+            "limit: memcpy", memcpy, "shown", ("warm",), ("existing",), raw=True, most_rounds=ASIDE_ROUNDS
+        ),
         Contender("limit: ranged GETs", ranged, "limit", media=("s3",), raw=True, quick=True),
     ]
 
 
-def disk_name() -> str:
-    """The name of the disk's limit: fio's where it is installed."""
-    return FIO if shutil.which("fio") else OWN
+def disks() -> dict[str, Disk]:
+    """Who measures the disk: fio where it is, and a reader whose memory is of huge pages, as fio's is not."""
+    fio = {FIO: lambda paths: _fio(list(quarters(paths)))} if shutil.which("fio") else {}
+    return {**fio, OWN: lambda paths: _direct(list(quarters(paths)))}
 
 
-def disk(paths: Sequence[Path]) -> tuple[float, int]:
-    """Read files past the page cache, four readers at once: seconds, and bytes that were read."""
-    parts = list(quarters(paths))
-    return _fio(parts) if shutil.which("fio") else _direct(parts)
-
-
-def quarters(paths: Sequence[Path]) -> Iterator[Part]:
+def quarters(paths: Sequence[Path]) -> Iterator[Range]:
     """The files in JOBS parts, of whole blocks: one file is cut, several are a part each."""
     each = -(-JOBS // len(paths))
     for path in paths:
@@ -151,7 +150,7 @@ def _blockwise(
     return run
 
 
-def _fio(parts: Sequence[Part]) -> tuple[float, int]:
+def _fio(parts: Sequence[Range]) -> tuple[float, int]:
     jobs = itertools.chain.from_iterable(
         [f"--name=part{index}", f"--filename={path}", f"--offset={begin}", f"--size={end - begin}"]
         for index, (path, begin, end) in enumerate(parts)
@@ -169,12 +168,13 @@ def _fio(parts: Sequence[Part]) -> tuple[float, int]:
     return int(read["runtime"]) / 1e3, int(read["io_bytes"])
 
 
-def _direct(parts: Sequence[Part]) -> tuple[float, int]:
-    def read(part: Part) -> None:
+def _direct(parts: Sequence[Range]) -> tuple[float, int]:
+    def read(part: Range) -> None:
         path, begin, end = part
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         try:
-            with mmap.mmap(-1, BLOCK_BYTES) as block:
+            # Private, or it is a file's memory, which takes no huge pages.
+            with mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:
                 block.madvise(mmap.MADV_HUGEPAGE)
                 for offset in range(begin, end, BLOCK_BYTES):
                     if os.preadv(descriptor, [block], offset) != BLOCK_BYTES:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from benchmarks.storage_case import Contender, Load, Target
+from benchmarks.storage_case import ASIDE_ROUNDS, Contender, Load, Target
 from benchmarks.storage_image import Stored, Tensors
 from rfork.errors import RforkError
 from rfork.storage.formats.choice import open_checkpoint
@@ -29,6 +29,8 @@ def contenders() -> list[Contender]:
                 checkpoint,
                 "ours otherwise",
                 media=("cold",),
+                destinations=("existing",),
+                most_rounds=ASIDE_ROUNDS,
                 environment={"RFORK_STORAGE_DIRECT": direct},
             )
             for direct in ("always", "never")

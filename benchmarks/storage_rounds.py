@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 
 from benchmarks import harness, storage_limits, storage_ours, storage_peers, storage_run
@@ -10,19 +11,26 @@ from benchmarks.harness import Contender as Timed
 from benchmarks.storage_cache import make_cold, make_warm
 from benchmarks.storage_case import (
     ALL_DESTINATIONS,
+    ASIDE_ROUNDS,
     DESTINATIONS,
-    MEDIA,
     Bucket,
     Case,
     Contender,
+    Destination,
     Medium,
+    Part,
     Result,
     Run,
 )
-from benchmarks.storage_image import Stored
+from benchmarks.storage_image import DENSE, Kind, Stored, bytes_of, shapes_of
+from benchmarks.storage_memory import Reserve
 from benchmarks.storage_run import Job, LoadFailed
 
 FAILED = float("nan")
+GUESSED_SPEED: Mapping[Medium, float] = {"cold": 0.8e9, "warm": 1.2e9, "s3": 0.25e9}
+"""Bytes a second of a loader, all that is done before and after it counted; for the estimate alone."""
+GUESSED_RUN_S = 0.4
+WRITTEN_SPEED, UPLOADED_SPEED = 0.7e9, 0.25e9
 
 
 def contenders(quick: bool) -> list[Contender]:
@@ -31,66 +39,117 @@ def contenders(quick: bool) -> list[Contender]:
     return [contender for contender in everybody if contender.quick or not quick]
 
 
-class Bench:
-    """The images, where they lie, and what every case came to."""
+def entries(part: Part, quick: bool) -> list[tuple[Case, Contender]]:
+    """Who runs in a part, in the order of the table."""
+    image, medium = part
+    wanted = _destinations(part) if quick else ALL_DESTINATIONS
+    return [
+        (Case(image, medium, destination, contender.name, contender.role, contender.verified), contender)
+        for destination in wanted
+        for contender in contenders(quick)
+        if medium in contender.media and destination in contender.destinations
+    ]
 
-    def __init__(
-        self, images: Mapping[str, Stored], buckets: Mapping[str, Bucket], options: harness.Options
-    ) -> None:
+
+def kinds(parts: Iterable[Part], quick: bool) -> dict[str, frozenset[Kind]]:
+    """The formats that are read, of each image."""
+    read: dict[str, frozenset[Kind]] = {}
+    for part in parts:
+        found = {contender.reads for _, contender in entries(part, quick)}
+        read[part[0]] = read.get(part[0], frozenset()) | found | {"safetensors"}
+    return read
+
+
+def rounds_of(case: Case, contender: Contender, rounds: int) -> int:
+    """How many of `rounds` a case runs."""
+    aside = case.medium == "s3" or case.destination == "mapped"
+    most = ASIDE_ROUNDS if aside else contender.most_rounds
+    return rounds if most is None else min(rounds, most)
+
+
+def written_bytes(parts: Sequence[Part], quick: bool) -> tuple[int, int]:
+    """What is written to the disk in the images' formats, and what of it goes to S3's server once more."""
+    sizes = {image: bytes_of(shapes_of(image, quick)) for image, _ in parts}
+    local = sum(sizes[image] * len(read) for image, read in kinds(parts, quick).items())
+    in_s3 = [part for part in parts if part[1] == "s3"]
+    return local, sum(sizes[image] * len(read) for image, read in kinds(in_s3, quick).items())
+
+
+def estimate_s(parts: Sequence[Part], options: harness.Options) -> float:
+    """About how long it takes, in seconds, on a machine with two cores and a disk of 2 GB/s."""
+    local, uploaded = written_bytes(parts, options.quick)
+    seconds = local / WRITTEN_SPEED + uploaded / UPLOADED_SPEED
+    for part in parts:
+        each = GUESSED_RUN_S + bytes_of(shapes_of(part[0], options.quick)) / GUESSED_SPEED[part[1]]
+        seconds += each * sum(
+            rounds_of(case, contender, options.rounds) for case, contender in entries(part, options.quick)
+        )
+    return seconds
+
+
+class Bench:
+    """The images, and what every case came to."""
+
+    def __init__(self, images: Mapping[str, Stored], options: harness.Options) -> None:
         self._images = images
-        self._buckets = buckets
         self._options = options
         self._context: ForkServerContext = storage_run.server()
+        self._reserve = Reserve()
         self._runs: dict[Case, list[Run]] = {}
         self._bytes: dict[Case, int] = {}
         self._notes: dict[Case, str] = {}
 
-    def run(self) -> list[Result]:
-        """Run all. Raises LoadFailed where rfork fails; who else fails is noted, and not run again."""
-        for name, stored in self._images.items():
-            for medium in MEDIA:
-                # What no row of this medium reads would only take the memory of the page cache.
-                for each in self._images.values():
-                    make_cold(path for paths in each.files.values() for path in paths)
-                harness.interleave(dict(self._cases(name, stored, medium)), self._options.rounds)
-        return [
+    def run(self, parts: Iterable[Part], buckets: Mapping[str, Bucket]) -> None:
+        """Run these. Raises LoadFailed where rfork fails; who else fails is noted, and not run again."""
+        for part in parts:
+            # What no row of this part reads would only take the memory of the page cache.
+            for each in self._images.values():
+                make_cold(path for paths in each.files.values() for path in paths)
+            self._reserve.take(self._images[part[0]].bytes)
+            harness.interleave(dict(self._contenders(part, buckets)), self._options.rounds)
+
+    def results(self, parts: Sequence[Part]) -> list[Result]:
+        """Of every case that was to run, part by part."""
+        found = [
             Result(case, self._bytes.get(case, 0), tuple(runs), self._notes.get(case, ""))
             for case, runs in self._runs.items()
         ]
+        return sorted(found, key=lambda result: parts.index((result.case.image, result.case.medium)))
 
-    def _cases(self, name: str, stored: Stored, medium: Medium) -> Iterator[tuple[str, Timed]]:
+    def _contenders(self, part: Part, buckets: Mapping[str, Bucket]) -> Iterator[tuple[str, Timed]]:
+        image, medium = part
+        stored = self._images[image]
         if medium == "cold":
-            case = Case(name, medium, "none", storage_limits.disk_name(), "limit")
+            for name, read in storage_limits.disks().items():
+                case = Case(image, medium, "none", name, "limit")
+                self._runs[case] = []
+                yield case.label, self._disk(case, stored, read)
+        for case, contender in entries(part, self._options.quick):
             self._runs[case] = []
-            yield case.label, self._disk(case, stored)
-        for destination in DESTINATIONS if self._options.quick else ALL_DESTINATIONS:
-            for contender in contenders(self._options.quick):
-                if medium in contender.media and destination in contender.destinations:
-                    case = Case(name, medium, destination, contender.name, contender.role, contender.verified)
-                    self._runs[case] = []
-                    self._bytes[case] = stored.bytes
-                    yield case.label, self._loader(case, contender, stored)
+            self._bytes[case] = stored.bytes
+            yield case.label, self._loader(case, contender, stored, buckets.get(image))
 
-    def _disk(self, case: Case, stored: Stored) -> Timed:
+    def _disk(self, case: Case, stored: Stored, read: storage_limits.Disk) -> Timed:
         def run() -> float:
             make_cold(stored.safetensors)
-            seconds, read = storage_limits.disk(stored.safetensors)
+            seconds, self._bytes[case] = read(stored.safetensors)
             self._runs[case].append(Run(seconds, 0.0, 0))
-            self._bytes[case] = read
             return seconds
 
         return run
 
-    def _loader(self, case: Case, contender: Contender, stored: Stored) -> Timed:
-        bucket = self._buckets.get(case.image) if case.medium == "s3" else None
-        job = Job(contender, stored, bucket, case.destination, self._options.quick)
+    def _loader(self, case: Case, contender: Contender, stored: Stored, bucket: Bucket | None) -> Timed:
+        job = Job(
+            contender, stored, bucket if case.medium == "s3" else None, case.destination, self._options.quick
+        )
         before = self._before(case.medium, contender, stored)
+        most = rounds_of(case, contender, self._options.rounds)
 
         def run() -> float:
-            if case in self._notes:
+            if case in self._notes or len(self._runs[case]) == most:
                 return FAILED
             try:
-                done = storage_run.run(self._context, job, before)
+                done = storage_run.run(self._context, job, before, self._reserve)
             except LoadFailed as error:
                 if contender.role != "peer":
                     raise LoadFailed(f"{case.label}: {error}") from None
@@ -112,3 +171,16 @@ class Bench:
                 (make_warm if medium == "warm" and kind == contender.reads else make_cold)(paths)
 
         return before
+
+
+def _destinations(part: Part) -> tuple[Destination, ...]:
+    """With --quick: what there is time for."""
+    image, medium = part
+    if medium == "s3":
+        return ("fresh",)
+    return DESTINATIONS if image == DENSE else ("existing",)
+
+
+def minutes(seconds: float) -> str:
+    """For people."""
+    return f"{math.ceil(seconds / 60)} min" if seconds > 90 else f"{math.ceil(seconds / 10) * 10} s"

@@ -24,7 +24,15 @@ import torch
 
 from benchmarks.storage_case import Bucket, Contender, Destination, Load, Run, Target
 from benchmarks.storage_image import Stored, Tensors, digests_of, fingerprint, shapes_of
-from benchmarks.storage_memory import are_mapped, cpu_seconds, peak_resident, reset_peak, resident, touch
+from benchmarks.storage_memory import (
+    Reserve,
+    are_mapped,
+    cpu_seconds,
+    peak_resident,
+    reset_peak,
+    resident,
+    touch,
+)
 from rfork.errors import RforkError
 
 PATIENCE_S = 300.0
@@ -54,8 +62,11 @@ def server() -> ForkServerContext:
     return context
 
 
-def run(context: ForkServerContext, job: Job, before: Callable[[], None]) -> Run:
-    """Run a job; `before` (the page cache) is called once the process is ready. Raises LoadFailed."""
+def run(context: ForkServerContext, job: Job, before: Callable[[], None], reserve: Reserve) -> Run:
+    """Run a job; `before` (the page cache) is called once the process is ready. Raises LoadFailed.
+
+    The reserve is given free for the run, and is of one image after it.
+    """
     here, there = context.Pipe()
     process = context.Process(target=_work, args=(there, job), daemon=True)
     process.start()
@@ -63,6 +74,7 @@ def run(context: ForkServerContext, job: Job, before: Callable[[], None]) -> Run
     try:
         _answer(here, job)
         before()
+        reserve.give()
         here.send(READY)
         return _answer(here, job)
     finally:
@@ -70,6 +82,7 @@ def run(context: ForkServerContext, job: Job, before: Callable[[], None]) -> Run
         process.join(1.0)
         process.kill()
         process.join()
+        reserve.take(job.stored.bytes)
 
 
 def _answer(here: Connection, job: Job) -> Run:

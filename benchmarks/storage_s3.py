@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from benchmarks.seaweed import REGION, WRITER, SeaweedServer
 from benchmarks.storage_case import Bucket
-from benchmarks.storage_image import Stored
+from benchmarks.storage_image import Kind, Stored
 
 BUCKET = "bench"
 SIGNED_S = 24 * 3600
@@ -16,8 +17,10 @@ UPLOADS = 4
 
 
 @contextlib.contextmanager
-def serving(images: Mapping[str, Stored], folder: Path) -> Iterator[dict[str, Bucket]]:
-    """A server with both images, but for what torch pickles, for the time of the block; by image name."""
+def serving(
+    images: Mapping[str, Stored], wanted: Mapping[str, frozenset[Kind]], folder: Path
+) -> Iterator[dict[str, Bucket]]:
+    """A server with these images, of each the formats that are wanted, for the time of the block; by name."""
     # Here, as the processes that run loaders fork from one that has imported this module and no client.
     import boto3
     from boto3.s3.transfer import TransferConfig
@@ -33,9 +36,12 @@ def serving(images: Mapping[str, Stored], folder: Path) -> Iterator[dict[str, Bu
             config=Config(s3={"addressing_style": "path"}, signature_version="s3v4"),
         )
         buckets: dict[str, Bucket] = {}
-        for name, stored in images.items():
+        for name, kinds in wanted.items():
+            stored = images[name]
             bucket = Bucket(BUCKET, name, server.environment(), {})
-            for path in (*stored.checkpoint.iterdir(), *stored.tensorizer, *stored.snapshot.parent.iterdir()):
+            # Beside the tensors' files lie their index, and a snapshot's manifest.
+            folders = [stored.folder / kind for kind in sorted(kinds)]
+            for path in sorted(path for folder in folders for path in folder.iterdir()):
                 key = f"{name}/{path.relative_to(stored.folder)}"
                 client.upload_file(str(path), BUCKET, key, Config=TransferConfig(max_concurrency=UPLOADS))
             presigned = {
@@ -47,4 +53,5 @@ def serving(images: Mapping[str, Stored], folder: Path) -> Iterator[dict[str, Bu
                 for path in stored.safetensors
             }
             buckets[name] = Bucket(BUCKET, name, server.environment(), presigned)
+        os.sync()  # or what was written is still on its way to the disk while the first ones run
         yield buckets

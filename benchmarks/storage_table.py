@@ -29,31 +29,22 @@ class Versus:
 
 
 def row(result: Result) -> Row:
-    """One line of the table."""
+    """One line of the table, of a case that ran."""
     case = result.case
-    values: dict[str, Value] = {
+    seconds = [run.seconds for run in result.runs]
+    limit = case.destination == "none"
+    return {
         "image": case.image,
         "medium": case.medium,
-        "into": "" if case.destination == "none" else case.destination,
+        "into": "" if limit else case.destination,
         "contender": case.contender,
-        "GB/s": None,
-        "seconds": None,
-        "CPU s": None,
-        "over image, MiB": None,
-        "spread": None,
+        "GB/s": result.speed / GB,
+        "s": result.seconds,
+        "CPU s": None if limit else result.cpu_seconds,
+        "+MiB": None if limit else result.over_bytes // MIB,
+        "spread": round((max(seconds) - min(seconds)) / result.seconds, 2),
+        "runs": len(seconds),
     }
-    if result.note:
-        values["note"] = result.note
-    if result.runs:
-        seconds = [run.seconds for run in result.runs]
-        values |= {
-            "GB/s": result.speed / GB,
-            "seconds": result.seconds,
-            "spread": (max(seconds) - min(seconds)) / result.seconds,
-        }
-        if case.destination != "none":
-            values |= {"CPU s": result.cpu_seconds, "over image, MiB": result.over_bytes // MIB}
-    return values
 
 
 def against_peers(results: Iterable[Result], *, verified: bool = False) -> list[Versus]:
@@ -118,10 +109,9 @@ def limits_of(results: Iterable[Result], medium: Medium) -> dict[Destination, fl
     for result in results:
         case = result.case
         if case.role == "limit" and result.runs and (case.image, case.medium) == (DENSE, medium):
-            # A limit that goes nowhere counts for every destination.
-            found |= dict.fromkeys(
-                DESTINATIONS if case.destination == "none" else (case.destination,), result.speed
-            )
+            # A limit that goes nowhere counts for every destination; of several, what the medium can do.
+            for into in DESTINATIONS if case.destination == "none" else (case.destination,):
+                found[into] = max(found.get(into, 0.0), result.speed)
     return found
 
 
@@ -136,4 +126,5 @@ def notes(results: Sequence[Result]) -> dict[str, Value]:
     ours = [result for result in results if result.runs and result.case.role.startswith("ours")]
     if ours:
         told["storage_peak_rss_over_row"] = max(ours, key=lambda result: result.over_bytes).case.label
+    told |= {f"not run: {result.case.label}": result.note for result in results if result.note}
     return told

@@ -185,8 +185,18 @@ class Registry:
     async def finish(self, fork_id: str, finish: ForkFinish) -> None:
         """End a fork; one that is not known, or has ended, holds no lease to release."""
         fork = self.state.fork(fork_id)
-        if fork is not None and (fork.live or fork.lost):
-            await self.store.commit(Change(forks=(self._ended(replace(fork, lost=False), finish),)))
+        if fork is None or not (fork.live or fork.lost):
+            return
+        instances: tuple[InstanceRecord, ...] = ()
+        target = self.state.instance(fork.instance_id)
+        if finish.outcome == "forked" and target is not None and target.report.state == "loading":
+            # Who comes before its next report must find it whole, or storage is read once more.
+            weights_id = target.report.weights_id or fork.weights_id
+            whole = {"verified": ((0, fork.chunk_count),), "weights_id": weights_id}
+            report = target.report.model_copy(update=whole)
+            instances = (replace(target, report=report),)
+        ended = self._ended(replace(fork, lost=False), finish)
+        await self.store.commit(Change(instances=instances, forks=(ended,)))
 
     # -- what time brings ---------------------------------------------------------------------------
 

@@ -200,8 +200,8 @@ class StorageSettings(BaseSettings):
     direct: Literal["auto", "always", "never"] = Field(
         "auto", description="read local files past the page cache: `auto` where they are not in it and it is faster"
     )
-    timeout_s: float = Field(10.0, gt=0, description="seconds without a byte after which a request is given up and sent again")
-    attempts: int = Field(5, ge=1, le=100, description="times that one range is asked for before the read fails")
+    timeout_s: float = Field(10.0, gt=0, description="seconds for an answer's head, and for each 16 KiB of its body, after which a request is sent again; a read fails no sooner than that")
+    attempts: int = Field(5, ge=1, le=100, description="least times that one range is asked for before the read fails")
     hedge: float = Field(
         4.0,
         ge=0,

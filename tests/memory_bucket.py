@@ -94,7 +94,7 @@ class MemoryStore:
         self._bucket = bucket
         self._path = folder.path
 
-    def open(self, name: str) -> MemoryBlob:
+    def open(self, name: str, *, front: int = 0) -> MemoryBlob:
         path = self._path + name
         self._bucket.did("open", path)
         data = self._bucket.objects.get(path)

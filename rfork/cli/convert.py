@@ -45,6 +45,12 @@ def convert(
             help="Most bytes a file, as 5GB or 500MiB: several files are written.",
         ),
     ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            "--rank", min=0, help="Which rank's files of a folder, or of model-rank-%03d.tensors, by number."
+        ),
+    ] = None,
     source_key: Annotated[
         Path | None,
         typer.Option("--src-key-file", help="File with SRC's key: 32 bytes, or 64 hex digits."),
@@ -60,13 +66,21 @@ def convert(
         Path | None,
         typer.Option("--password-file", help="File whose first line is the password to encrypt DST under."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is at DST.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Replace what is at DST. A set of files (--max-shard-size) is removed before the first new "
+            "one is written: a failure after that leaves neither.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write the tensors of SRC to DST in the format that DST's name says.
 
     SRC is a safetensors file, a folder of them, a .tensors file or numbered set, or a snapshot. Names, types,
-    shapes and bytes stay as they are. Nothing is left at DST where the command fails.
+    shapes and bytes stay as they are; a snapshot is verified first. No new file is left at DST where the
+    command fails.
     """
     with reported(as_json=as_json):
         from rfork.storage.convert.convert import convert as run
@@ -81,6 +95,7 @@ def convert(
                 destination,
                 dtype=_dtype(dtype),
                 only=only or (),
+                rank=rank,
                 unlock=unlock,
                 lock=lock,
                 max_shard_bytes=most,

@@ -35,7 +35,9 @@ class _WritesByDefault(TyperGroup):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         # typer.Context is click's own, whose name typer does not make public.
-        if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
+        # `lss /models` is a command that was mistyped: two places are never written to.
+        mistyped = len(args) > 1 and args[0].isalpha() and not args[1].startswith("-")
+        if args and args[0] not in (*self.commands, "--help", "-h") and not mistyped:
             args = [WRITE, *args]
         return super().parse_args(ctx, args)
 
@@ -86,6 +88,45 @@ class _Done:
         }
 
 
+@dataclass(frozen=True)
+class _Way:
+    """Where snapshots are written to, and how."""
+
+    uri: str
+    shared: bool
+    check: bool
+
+    def try_it(self) -> None:
+        """Raise now what the name alone lets writing there raise, once the weights have come."""
+        from rfork.storage.snapshots.target import check_target
+
+        check_target(self.uri)
+
+    def write(self, image: Image, manifest: Manifest, rank: Rank, model: str) -> _Done:
+        from rfork.storage.snapshots.writer import write_snapshot
+
+        began = time.monotonic()
+        done, total = 0, image.layout.image_bytes
+        with Bar(f"write {model}") as bar:
+
+            def show(count: int) -> None:
+                nonlocal done
+                done += count
+                bar.update(done, total)
+
+            written = write_snapshot(
+                image,
+                manifest,
+                self.uri,
+                rank=rank,
+                model=model,
+                shared=self.shared,
+                check=self.check,
+                progress=show,
+            )
+        return _Done(model, rank, written, time.monotonic() - began)
+
+
 @app.command(WRITE)
 def write(
     uri: Annotated[
@@ -119,6 +160,13 @@ def write(
             "--shared", help="Store chunks by their digest, so that ranks and revisions share equal ones."
         ),
     ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="With --shared: read the chunks that are there, and replace those that are damaged.",
+        ),
+    ] = False,
     planner: PlannerOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -134,10 +182,16 @@ def write(
                 "nothing says which weights to write",
                 hint="pass --name MODEL for a running one, or --from MODEL_DIR",
             )
+        if source is not None and rank:
+            raise SettingsError("--from has one rank", hint="--rank is of a model that runs (--name)")
+        if check and not shared:
+            raise SettingsError("--check is of shared chunks", hint="without --shared all is written anew")
+        way = _Way(uri, shared, check)
+        way.try_it()
         if source is not None:
-            told = [_from_folder(source, name, uri, shared=shared)]
+            told = [_from_folder(source, name, way)]
         else:
-            told = _from_fleet(name or "", rank or (), uri, chosen, shared=shared)
+            told = _from_fleet(name or "", rank or (), way, chosen)
         if as_json:
             print_json({"snapshots": [each.told() for each in told]})
         else:
@@ -145,28 +199,26 @@ def write(
                 out.print(each.line(), markup=False)
 
 
-def _from_folder(folder: Path, name: str | None, uri: str, *, shared: bool) -> _Done:
+def _from_folder(folder: Path, name: str | None, way: _Way) -> _Done:
     from rfork.engines.transformers import loaded_model
     from rfork.image.capture import capture
     from rfork.seed.holding import seal
     from rfork.wire import Rank
 
     image = capture(loaded_model(folder))
-    return _write(image, seal(image), uri, Rank(), model_name(folder, name), shared=shared)
+    return way.write(image, seal(image), Rank(), model_name(folder, name))
 
 
-def _from_fleet(
-    name: str, numbers: Sequence[int], uri: str, settings: Settings, *, shared: bool
-) -> list[_Done]:
+def _from_fleet(name: str, numbers: Sequence[int], way: _Way, settings: Settings) -> list[_Done]:
     from rfork.engines.fetching import fetch, ranks_of
     from rfork.storage.snapshots.files import place_of, snapshot_name
 
     with planner_client(settings) as client:
         holders = _chosen(ranks_of(client, name), numbers, name)
-    names = [place_of(uri, holder.rank)[1] for holder in holders]
+    names = [place_of(way.uri, holder.rank)[1] for holder in holders]
     if len(set(names)) < len(names):
         raise SettingsError(
-            f"{uri} is one file, and {name} has {len(names)} ranks",
+            f"{way.uri} is one file, and {name} has {len(names)} ranks",
             hint="name a folder, or one of the ranks (--rank)",
         )
     told = []
@@ -178,7 +230,7 @@ def _from_fleet(
                 bar.update(min(progress.bytes_read, image_bytes), image_bytes)
 
             image, manifest = fetch(holder, lambda: planner_client(settings), settings, show)
-        told.append(_write(image, manifest, uri, holder.rank, name, shared=shared))
+        told.append(way.write(image, manifest, holder.rank, name))
         del image
     return told
 
@@ -195,19 +247,3 @@ def _chosen(holders: Sequence[InstanceReport], numbers: Sequence[int], name: str
         for holder in holders
         if not numbers or holder.rank.pp * holder.rank.tp_size + holder.rank.tp in numbers
     ]
-
-
-def _write(image: Image, manifest: Manifest, uri: str, rank: Rank, model: str, *, shared: bool) -> _Done:
-    from rfork.storage.snapshots.writer import write_snapshot
-
-    began = time.monotonic()
-    done, total = 0, image.layout.image_bytes
-    with Bar(f"write {model}") as bar:
-
-        def show(count: int) -> None:
-            nonlocal done
-            done += count
-            bar.update(done, total)
-
-        written = write_snapshot(image, manifest, uri, rank=rank, model=model, shared=shared, progress=show)
-    return _Done(model, rank, written, time.monotonic() - began)

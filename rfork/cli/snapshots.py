@@ -11,7 +11,8 @@ from rfork.cli.options import JsonOption
 from rfork.errors import SettingsError, StorageCorrupt, StorageMissing
 
 if TYPE_CHECKING:
-    from rfork.storage.snapshots.repository import Contents, Found
+    from rfork.storage.snapshots.found import Found
+    from rfork.storage.snapshots.repository import Contents
 
 PlaceArgument = Annotated[
     str, typer.Argument(metavar="URI", help="A folder, or one snapshot's ….safetensors.")
@@ -21,7 +22,7 @@ MOST_NAMED = 10
 
 
 def ls(uri: PlaceArgument, as_json: JsonOption = False) -> None:
-    """List the snapshots below URI.
+    """List the snapshots below URI, or the one that it names.
 
     With them, what writers that died left there.
     """
@@ -100,7 +101,7 @@ def verify(uri: PlaceArgument, as_json: JsonOption = False) -> None:
             bad = sum(1 for result in results if result.damage)
             raise StorageCorrupt(
                 f"{bad} of {len(results)} snapshots are damaged",
-                hint="write them again; forks never take a chunk that does not match",
+                hint="write them again, shared ones with --check; forks take no chunk that does not match",
             )
 
 
@@ -121,10 +122,13 @@ def rm(
     """
     with reported(as_json=as_json):
         from rfork.storage.location import Location
+        from rfork.storage.snapshots.files import is_file
         from rfork.storage.snapshots.removal import remove_leftovers, remove_snapshots
         from rfork.storage.snapshots.repository import Repository
 
         if leftovers:
+            if is_file(uri):
+                raise SettingsError(f"{uri} names one snapshot", hint="--leftovers is of a folder: name that")
             removed = remove_leftovers(Repository(Location.parse(uri).folder))
             what = "leftovers"
         else:
@@ -140,7 +144,8 @@ def rm(
 
 def _contents(uri: str) -> Contents:
     from rfork.storage.snapshots.files import is_file, place_of
-    from rfork.storage.snapshots.repository import Contents, Repository, found_at
+    from rfork.storage.snapshots.found import found_at
+    from rfork.storage.snapshots.repository import Contents, Repository
 
     folder, name = place_of(uri)
     if is_file(uri):

@@ -24,8 +24,8 @@ from rfork.image.ranges import Range
 from rfork.settings import StorageSettings
 from rfork.storage.base import Storage
 
-BLOCK_BYTES: Final = 4 * MIB
-"""One read: small enough for a copy that finds it in the cache, large enough for a disk's speed."""
+BLOCK_BYTES: Final = 8 * MIB
+"""Most of one read: large enough that what a request costs a server hardly counts, and for a disk."""
 SOON_S: Final = 0.25
 """As much is under way as comes in this time: more than any answer takes to begin."""
 LEAST: Final = 2
@@ -94,7 +94,8 @@ class Blocks:
         self._address = address
         self._changed = threading.Condition()
         self._closed = False
-        self._most = max(RESERVED + 1, min(settings.memory // BLOCK_BYTES, 2 * settings.streams + RESERVED))
+        self._block = min(BLOCK_BYTES, settings.memory // (RESERVED + LEAST))
+        self._most = min(settings.memory // self._block, 2 * settings.streams + RESERVED)
         self._streams = min(settings.streams, self._most)
         self._threads = 0
         self._reading = 0
@@ -107,7 +108,7 @@ class Blocks:
     @property
     def ahead_bytes(self) -> int:
         """How far ahead reads go."""
-        return (self._most - RESERVED) * BLOCK_BYTES
+        return (self._most - RESERVED) * self._block
 
     def close(self) -> None:
         """Whoever waits for a block is told at once that none will come."""
@@ -191,7 +192,7 @@ class Blocks:
     def _start(self) -> None:
         """Have as many threads as there is work for."""
         runs = (*self._wanted, *self._ahead.values())
-        work = sum(-(-(run.end - run.next) // BLOCK_BYTES) for run in runs if not run.asked)
+        work = sum(-(-(run.end - run.next) // self._block) for run in runs if not run.asked)
         for _ in range(min(self._streams, self._threads + work) - self._threads):
             self._threads += 1
             threading.Thread(target=self._work, name="rfork-storage", daemon=True).start()
@@ -214,7 +215,7 @@ class Blocks:
             run = wanted or next((run for run in self._ahead.values() if not run.asked), None)
             if run is None:
                 return None
-            size = min(BLOCK_BYTES, run.end - run.next)
+            size = min(self._block, run.end - run.next)
             depth = max(LEAST, min(self._streams, int(self._rate.bytes_in(SOON_S) / size)))
             room = self._most if wanted else min(self._most - RESERVED, 2 * depth)
             if self._reading < depth and self._held < room:

@@ -193,6 +193,8 @@ def _length(name: str, tensor: torch.Tensor) -> int:
 
 def _why_not(tensor: torch.Tensor) -> str | None:
     """Why a tensor cannot be carried, or None."""
+    if not issubclass(type(tensor), torch.Tensor):
+        return f"it is of type {type(tensor).__name__}, not a tensor"
     if type(tensor) not in PLAIN_TENSORS and is_lazy(tensor):
         return "it is lazy and not initialised yet: run the module once"
     if isinstance(tensor, FakeTensor) or is_functorch_wrapped_tensor(tensor):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from rfork.errors import StorageError
 
 Result = TypeVar("Result")
+
+SLICE_S: Final = 1.0
+"""A wait without an end is one of slices: a signal that comes right before it would else go unnoticed."""
 
 
 class Attempt(Generic[Result]):
@@ -22,17 +25,18 @@ class Attempt(Generic[Result]):
         self._began = time.monotonic()
         self._changed = threading.Condition()
         self._results: list[Result] = []
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._given_up = False
         threading.Thread(target=self._run, name="rfork-attempt", daemon=True).start()
 
     def result(self, until: float | None = None) -> Result:
         """What `work` returned or raised; StorageError where it has not ended at `until` (monotonic)."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._results or self._error is not None,
-                max(0.0, until - time.monotonic()) if until is not None else None,
-            )
+            while not self._results and self._error is None:
+                left = until - time.monotonic() if until is not None else SLICE_S
+                if left <= 0:
+                    break
+                self._changed.wait(min(left, SLICE_S))
             if self._error is not None:
                 raise self._error
             if not self._results:
@@ -44,7 +48,7 @@ class Attempt(Generic[Result]):
     def _run(self) -> None:
         try:
             result = self._work()
-        except Exception as error:  # raised where the result is waited for
+        except BaseException as error:  # raised where the result is waited for
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

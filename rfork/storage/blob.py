@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 
 class Blob(Protocol):
@@ -71,8 +71,11 @@ class Store(Protocol):
         """Where it is; ends with ``/``."""
         ...
 
-    def open(self, name: str) -> Blob:
-        """The blob of that name."""
+    def open(self, name: str, *, front: int = 0) -> Blob:
+        """The blob of that name; of its first `front` bytes the reader will want some at once.
+
+        Where asking costs a round trip, they come with the answer that opens it.
+        """
         ...
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
@@ -94,6 +97,10 @@ class Store(Protocol):
     def close(self) -> None:
         """Drop connections; blobs that are open stay so."""
         ...
+
+
+FRONT: Final = 128 << 10
+"""What is wanted at once of a file with a header: most headers, and most small files, are no longer."""
 
 
 def part(blob: Blob, offset: int, length: int) -> bytes:

@@ -111,7 +111,9 @@ def test_a_server_that_dies_in_mid_read(cold: Group, image: Image, server: Stora
     with StorageServer({name: stored_in(server, name) for name in (NAME, f"{NAME}.manifest.json")}) as other:
         server.script.then(*[None] * BEFORE, Stall())
         server.script.always(Reset(None))
-        unlucky = cold.pull(environment={"RFORK_SNAPSHOT": server.url(NAME), **PLAIN})
+        # That long a dead server is waited for, and the other reader takes less to start.
+        brief = {**PLAIN, "RFORK_STORAGE_TIMEOUT_S": "20"}
+        unlucky = cold.pull(environment={"RFORK_SNAPSHOT": server.url(NAME), **brief})
         server.script.await_stall()
         lucky = cold.pull(environment={"RFORK_SNAPSHOT": other.url(NAME), **PLAIN})
         lucky.wait_for('"event": "planned"')

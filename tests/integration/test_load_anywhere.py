@@ -17,6 +17,7 @@ from benchmarks.seaweed import SeaweedServer
 from rfork.errors import CheckpointError, StorageChanged, StorageDenied, StorageMissing
 from rfork.image.capture import capture
 from rfork.settings import StorageSettings
+from rfork.storage.blob import FRONT
 from rfork.storage.checkpoints.checkpoint import Checkpoint
 from rfork.storage.checkpoints.pieces import CheckpointChunks
 from rfork.storage.location import Location
@@ -162,4 +163,6 @@ def test_only_what_is_wanted_travels(files: dict[str, bytes], expected: dict[str
             before = len(server.seen())
             tensors[name]
             ranges = [seen.range.removeprefix("bytes=").split("-") for seen in server.seen()[before:]]
-        assert [expected[name].nbytes] == [int(last) - int(first) + 1 for first, last in ranges]
+        asked = sum(int(last) - int(first) + 1 for first, last in ranges)
+        came_with_the_header = expected[name].nbytes - asked
+        assert (1, True) == (len(ranges), 0 <= came_with_the_header < FRONT)

@@ -157,5 +157,6 @@ def test_a_key_that_is_not_there(s3_store: OpenStore) -> None:
 @every_way
 def test_an_endpoint_that_nobody_listens_on(s3_store: OpenStore, free_port: int, use: Use) -> None:
     """Whatever is done gives up after its attempts, with a line that names who does not answer."""
-    error, line = failed(lambda: use(s3_store(s3_endpoint=f"http://127.0.0.1:{free_port}")))
+    nobody = f"http://127.0.0.1:{free_port}"
+    error, line = failed(lambda: use(s3_store(s3_endpoint=nobody, timeout_s=1.0)))
     assert (StorageError, True) == (error, "127.0.0.1" in line)

@@ -19,9 +19,10 @@ from rfork.errors import SettingsError, StorageDenied, StorageError, StorageMiss
 from rfork.settings import StorageSettings
 from rfork.storage.blob import part
 from rfork.storage.web.blob import Pool, RangedBlob, Request
+from rfork.storage.web.dialling import Ended, Leg, client_context, dial
 from rfork.storage.web.hedge import ENOUGH
-from rfork.storage.web.pool import Ended, Leg, dial
 from rfork.storage.web.request import Origin
+from rfork.transport.http.stream import TlsStream
 from tests.storage_faults import Fault, Stall, Status
 from tests.storage_server import StorageServer
 
@@ -180,6 +181,22 @@ def test_a_connection_in_the_making_can_be_ended() -> None:
                 dialling.result(GUARD_S)
         for client in waiting:
             client.close()
+
+
+def test_a_connection_that_cannot_be_used_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where TLS cannot even begin, the server sees the connection end."""
+
+    def broken(connected: ssl.SSLSocket) -> TlsStream:
+        raise OSError("not connected any more")
+
+    monkeypatch.setattr("rfork.storage.web.dialling.TlsStream", broken)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        origin = Origin(True, "127.0.0.1", listening.getsockname()[1])
+        with pytest.raises(OSError, match="not connected") as raised:
+            dial(origin, client_context(StorageSettings()), GUARD_S, Leg())
+        with listening.accept()[0] as connected:
+            connected.settimeout(GUARD_S)
+            assert (b"", True) == (connected.recv(1), raised.tb is not None)
 
 
 def seasoned(blob: RangedBlob) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import ssl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Literal
 
 import pytest
@@ -84,6 +84,22 @@ def test_many_small_views_are_one_request(server: StorageServer) -> None:
         blob.read(100, views)
     assert DATA[100 : 100 + at] == bytes(target[:at])
     assert [f"bytes=100-{99 + at}"] == ranges(server)
+
+
+def test_the_front_comes_with_the_opening(server: StorageServer) -> None:
+    """What opening brought along is read without a request, and only what lacks is asked for."""
+    store = WebStore(Location.parse(server.url()), StorageSettings())
+    with closing(store), closing(store.open(NAME, front=1000)) as blob:
+        assert (DATA[10:1000], DATA[900:1100]) == (part(blob, 10, 990), part(blob, 900, 200))
+    assert ["bytes=0-999", "bytes=1000-1099"] == [seen.range for seen in server.seen()]
+
+
+def test_a_small_file_is_all_front(server: StorageServer) -> None:
+    """A file that is no longer than what was wanted of it comes whole with its opening."""
+    server.put("small.json", b"{}")
+    store = WebStore(Location.parse(server.url()), StorageSettings())
+    with closing(store), closing(store.open("small.json", front=1000)) as blob:
+        assert (b"{}", 2, 1) == (whole(blob), blob.size, len(server.seen()))
 
 
 def test_names_are_quoted_and_the_query_is_passed_on(server: StorageServer) -> None:
@@ -166,15 +182,16 @@ def test_a_silent_server_is_asked_again(server: StorageServer) -> None:
     ids=str,
 )
 def test_nothing_is_asked_for_ever(server: StorageServer, fault: Fault, cause: str) -> None:
-    """After the attempts of the settings the read fails, and says how often it asked and what came last."""
-    with blob_of(server, timeout_s=0.5 if isinstance(fault, Stall) else 30) as blob:
+    """After the attempts and the time of the settings a read fails, and says how often it asked and why."""
+    with blob_of(server, timeout_s=0.5) as blob:
         server.script.always(fault)
         with pytest.raises(StorageError) as raised:
             whole(blob)
-    said = f"{server.url(NAME)}: gave up on bytes [0, 3000000) after 3 attempts: {cause}"
     # One more where the connection of the first had been kept, and ended before it was answered.
     extra = 1 if isinstance(fault, Reset | Truncate) and fault.after is None else 0
-    assert (StorageError, said, 3 + extra) == (type(raised.value), str(raised.value), len(ranges(server)))
+    made = len(ranges(server)) - extra
+    said = f"{server.url(NAME)}: gave up on bytes [0, 3000000) after {made} attempts: {cause}"
+    assert (StorageError, said, True) == (type(raised.value), str(raised.value), 3 <= made <= 8)
 
 
 @pytest.mark.parametrize(
@@ -275,8 +292,8 @@ def test_what_is_no_http_is_asked_again_and_given_up(server: StorageServer) -> N
     with StorageServer({NAME: DATA}, tls=context) as secure:
         plain = secure.url(NAME).replace("https:", "http:")
         with (
-            pytest.raises(StorageError, match="gave up on its first byte after 2 attempts: "),
-            opened(Location.parse(plain), StorageSettings(attempts=2)),
+            pytest.raises(StorageError, match=r"gave up on its first byte after \d+ attempts: "),
+            opened(Location.parse(plain), StorageSettings(attempts=2, timeout_s=0.5)),
         ):
             pass
 
@@ -284,11 +301,11 @@ def test_what_is_no_http_is_asked_again_and_given_up(server: StorageServer) -> N
 def test_a_server_that_is_not_there_is_given_up(free_port: int) -> None:
     """Nobody listens: one line that says so, after the attempts."""
     location = Location.parse(f"http://127.0.0.1:{free_port}/{NAME}?signature=secret")
-    with pytest.raises(StorageError) as raised, opened(location, StorageSettings(attempts=2)):
+    settings = StorageSettings(attempts=2, timeout_s=0.5)
+    cause = r"cannot connect to 127\.0\.0\.1: Connection refused"
+    expected = rf"^{location.uri}: gave up on its first byte after \d+ attempts: {cause}$"
+    with pytest.raises(StorageError, match=expected), opened(location, settings):
         pass
-    cause = "cannot connect to 127.0.0.1: Connection refused"
-    expected = f"{location.uri}: gave up on its first byte after 2 attempts: {cause}"
-    assert expected == str(raised.value)
 
 
 def test_a_web_server_is_only_read() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rfork import settings as options
+from rfork.errors import CheckpointError
 from rfork.settings import StorageSettings
 from rfork.storage.formats.choice import open_checkpoint
 from rfork.storage.formats.safetensors_source import SafetensorsSource
@@ -36,16 +37,17 @@ class Checkpoint:
     def open(cls, uri: str | Path, settings: StorageSettings | None = None) -> Checkpoint:
         """Find the files at a URI or path (see `formats.choice.open_source`) and check their headers.
 
-        Raises CheckpointError that names what is missing, StorageCorrupt for a file that is cut short or
+        Raises CheckpointError that names what is missing, or for a snapshot: it is not verified by this way;
+        StorageCorrupt for a file that is cut short or
         none, and other StorageErrors.
         """
         chosen = settings or options.load(StorageSettings)
-        with closing(open_checkpoint(uri, chosen)) as source:
+        with closing(_opened(uri, chosen)) as source:
             return cls(Location.parse(uri).uri, frozenset(source.places), chosen, str(uri))
 
     def source(self) -> SafetensorsSource:
         """Open it again, for the caller to close. Raises as `open` does."""
-        return open_checkpoint(self._asked, self.settings)
+        return _opened(self._asked, self.settings)
 
     def load_into(self, module: nn.Module, progress: Callable[[int], None] | None = None) -> None:
         """Read each tensor into the module's parameter or persistent buffer of that name.
@@ -66,3 +68,14 @@ class Checkpoint:
         with closing(self.source()) as source:
             fit(state, source).require_all()
         return state
+
+
+def _opened(uri: str | Path, settings: StorageSettings) -> SafetensorsSource:
+    source = open_checkpoint(uri, settings)
+    if any(shard.layout is not None for shard in source.shards):
+        source.close()
+        raise CheckpointError(
+            f"{source.uri} is a snapshot of rfork: give it as snapshot=",
+            hint="as a checkpoint none of its bytes would be checked against their digests",
+        )
+    return source

@@ -25,8 +25,8 @@ from rfork.image.memory import Image
 from rfork.storage.blob import Blob
 from rfork.storage.checkpoints.checkpoint import Checkpoint
 from rfork.storage.checkpoints.origin import origin_of
+from rfork.storage.cursor import Cursor
 from rfork.storage.formats.safetensors_source import SafetensorsSource
-from rfork.storage.local.files import Cursor
 from rfork.storage.modules.fitting import fit
 from rfork.storage.modules.state import state_of
 

@@ -29,16 +29,16 @@ _NO_CREDENTIALS = re.compile(r"metadata\.google\.internal|169\.254\.169\.254|cre
 
 
 def passes(error: Exception) -> bool:
-    """Whether another attempt may not meet this error; obstore has made its own by then."""
+    """Whether another attempt may not meet this error."""
     if isinstance(error, FileNotFoundError):
         return False
     if isinstance(error, OSError):
         return True
     status = _status(str(error))
-    return isinstance(error, cloud.GenericError) and (status is None or status >= 500)
+    return isinstance(error, cloud.GenericError) and (status is None or status in (408, 429) or status >= 500)
 
 
-def failure(uri: str, error: Exception) -> RforkError:
+def failure(uri: str, error: BaseException) -> RforkError:
     """The error that one of obstore's means, for what was asked of `uri`."""
     text = str(error)
     words = _words(text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -26,7 +27,7 @@ try:
     from obstore.store import from_url
 
     from rfork.storage.cloud.errors import failure, passes
-    from rfork.storage.cloud.upload import writing
+    from rfork.storage.cloud.upload import part_size, writing
 except ImportError as error:
     raise MissingExtra("obstore, for gs:// and az://,", extra="cloud", why=str(error)) from None
 
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 
 PIECE: Final = 1 << 20
 """Bytes of an answer that are copied into the caller's memory at once."""
+REQUEST_BYTES: Final = 32 << 20
+"""Most bytes asked for at once: each request has a limit of time, whatever the size of the blob."""
+SLOWEST: Final = 256 << 10
+"""Bytes a second that a request, or a part of an upload, must move on the whole."""
 
 
 class CloudStore:
@@ -44,20 +49,20 @@ class CloudStore:
         self._folder = folder.folder
         self._settings = settings
         self._lock = threading.Lock()
-        self._made: ObjectStore | None = None
+        self._made: dict[bool, ObjectStore] = {}
 
     @property
     def uri(self) -> str:
         """See `Store`."""
         return self._folder.uri
 
-    def open(self, name: str) -> CloudBlob:
+    def open(self, name: str, *, front: int = 0) -> CloudBlob:
         """See `Store`."""
         place = self._folder.child(name)
         with _failing(place.uri):
-            store = self._store()
-            found = obstore.head(store, place.path)
-        return CloudBlob(place, store, self._settings, int(found["size"]), found.get("e_tag"))
+            found = obstore.head(self._store(), place.path)
+            reader = self._store(retries=False)
+        return CloudBlob(place, reader, self._settings, int(found["size"]), found.get("e_tag"))
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """See `Store`."""
@@ -86,19 +91,20 @@ class CloudStore:
             obstore.delete(self._store(), place.path)
         except FileNotFoundError:
             return
-        except (BaseError, ValueError) as error:
+        except (BaseError, OSError, ValueError) as error:
             raise failure(place.uri, error) from None
 
     def close(self) -> None:
         """See `Store`."""
         with self._lock:
-            self._made = None
+            self._made.clear()
 
-    def _store(self) -> ObjectStore:
+    def _store(self, *, retries: bool = True) -> ObjectStore:
+        """A client; `retries`: whether it asks again by itself, which reads do here, from where they were."""
         with self._lock:
-            if self._made is None:
-                self._made = _connect(self._folder, self._settings)
-            return self._made
+            if retries not in self._made:
+                self._made[retries] = _connect(self._folder, self._settings, retries=retries)
+            return self._made[retries]
 
 
 class CloudBlob:
@@ -135,11 +141,12 @@ class CloudBlob:
         end = offset + cursor.left
         if offset < 0 or end > self._size:
             raise StorageError(f"{self.uri} has {self._size} bytes, not [{offset}, {end})")
-        attempts = Attempts(self._settings.attempts, random.random)
+        attempts = self._attempts()
         while cursor.left:
-            before = cursor.done
+            before, begin = cursor.done, end - cursor.left
             try:
-                self._fetch(cursor, end - cursor.left, end)
+                self._fetch(cursor, begin, min(begin + REQUEST_BYTES, end))
+                attempts = self._attempts()
             except (BaseError, OSError, ValueError) as error:
                 pause = attempts.failed(cursor.done - before) if passes(error) else None
                 if pause is None:
@@ -150,8 +157,12 @@ class CloudBlob:
         """End it: reads under way raise StorageError with the next bytes that come."""
         self._closed.set()
 
+    def _attempts(self) -> Attempts:
+        return Attempts(self._settings.attempts, self._settings.timeout_s, random.random, time.monotonic)
+
     def _fetch(self, cursor: Cursor, begin: int, end: int) -> None:
         self._check_open()
+        left = end - begin
         if self._tag is None:
             answer = obstore.get(self._store, self._place.path, options={"range": (begin, end)})
         else:
@@ -164,14 +175,15 @@ class CloudBlob:
         for piece in answer.stream(min_chunk_size=PIECE):
             self._check_open()
             view = memoryview(piece)
-            if len(view) > cursor.left:
+            left -= len(view)
+            if left < 0:
                 raise StorageError(f"{self.uri}: the service sent more than it was asked for")
             while view:
                 target = cursor.window(len(view), 1)[0]
                 target[:] = view[: target.nbytes]
                 view = view[target.nbytes :]
                 cursor.advance(target.nbytes)
-        if cursor.left:
+        if left:
             raise OSError("the answer ended early")
 
     def _check_open(self) -> None:
@@ -187,9 +199,12 @@ def _failing(uri: str) -> Iterator[None]:
         raise failure(uri, error) from None
 
 
-def _connect(folder: Location, settings: StorageSettings) -> ObjectStore:
+def _connect(folder: Location, settings: StorageSettings, *, retries: bool) -> ObjectStore:
     """A client for a bucket or container. Raises what obstore raises, or SettingsError."""
+    largest = max(REQUEST_BYTES, part_size(settings))
     options: ClientConfig = {
+        # Of a request with its body; obstore's own limit would end a large part on a slow line.
+        "timeout": timedelta(seconds=settings.timeout_s + largest / SLOWEST),
         "connect_timeout": timedelta(seconds=settings.timeout_s),
         "read_timeout": timedelta(seconds=settings.timeout_s),
     }
@@ -198,12 +213,12 @@ def _connect(folder: Location, settings: StorageSettings) -> ObjectStore:
             options["root_certificate"] = settings.ca.read_text()
         except OSError as error:
             raise SettingsError(f"RFORK_STORAGE_CA: cannot read {settings.ca}: {error.strerror}") from None
-    retries: RetryConfig = {
-        "max_retries": settings.attempts - 1,
+    retry: RetryConfig = {
+        "max_retries": settings.attempts - 1 if retries else 0,
         "retry_timeout": timedelta(seconds=settings.timeout_s * settings.attempts),
         "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5)},
     }
     made: ObjectStore = from_url(
-        f"{folder.scheme}://{folder.host}", client_options=options, retry_config=retries
+        f"{folder.scheme}://{folder.host}", client_options=options, retry_config=retry
     )
     return made

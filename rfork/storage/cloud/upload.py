@@ -24,6 +24,11 @@ SHARE: Final = 8
 """A part is this share of the memory: one fills, one is handed over, the others are in flight."""
 
 
+def part_size(settings: StorageSettings) -> int:
+    """Bytes of a part."""
+    return settings.memory // SHARE
+
+
 class Abandoned(Exception):
     """The upload's block was left with an exception."""
 
@@ -56,12 +61,13 @@ class CloudUpload:
         self._place = place
         self._settings = settings
         self._replace = replace
-        self._size = settings.memory // SHARE
+        self._size = part_size(settings)
         self._part = bytearray()
         self._parts = 0
         self._feed: _Feed | None = None
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
+        self._made = False
         self._there_already = False
 
     def write(self, views: Sequence[memoryview]) -> None:
@@ -138,7 +144,8 @@ class CloudUpload:
                 chunk_size=self._size,
                 max_concurrency=in_flight,
             )
-        except Exception as error:  # raised where the upload is waited for
+            self._made = True
+        except BaseException as error:  # raised where the upload is waited for; a panic of obstore's is one
             self._error = error
         finally:
             feed.stop()
@@ -148,6 +155,8 @@ class CloudUpload:
             self._thread.join()
         if self._error is not None:
             raise failure(self._place.uri, self._error) from None
+        if not self._made:
+            raise StorageError(f"{self._place.uri}: its upload ended early")
 
     def _is_there(self) -> bool:
         try:

@@ -18,18 +18,21 @@ from rfork.image.capture import image_of
 from rfork.settings import StorageSettings
 from rfork.storage import stores
 from rfork.storage.blob import Store
+from rfork.storage.convert.source import numbered, opened, verify
 from rfork.storage.convert.target import check_apart, check_free, format_of
-from rfork.storage.formats.choice import INDEX, SINGLE, open_source
-from rfork.storage.formats.safetensors_writer import in_file_order, write_safetensors
+from rfork.storage.formats.choice import INDEX, SINGLE
+from rfork.storage.formats.safetensors_writer import header_of, in_file_order, write_safetensors
 from rfork.storage.location import Location
 from rfork.storage.modules.saved import Saved
 from rfork.storage.reading.ahead import begun, groups_of, read_ahead
 from rfork.storage.snapshots.files import manifest_name
+from rfork.storage.snapshots.shared_chunks import clear_away
 from rfork.storage.snapshots.writer import write_snapshot
 from rfork.storage.tensorizer.crypt import Secret
-from rfork.storage.tensorizer.names import SUFFIX
+from rfork.storage.tensorizer.names import SUFFIX, is_template, of_rank
 from rfork.storage.tensorizer.writer import Outline, write_stream
 from rfork.storage.tensors import StoredTensor, TensorSource
+from rfork.wire import Rank
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
@@ -40,6 +43,7 @@ def convert(
     *,
     dtype: torch.dtype | None = None,
     only: Sequence[str] = (),
+    rank: int | None = None,
     unlock: Secret | None = None,
     lock: Secret | None = None,
     max_shard_bytes: int | None = None,
@@ -50,25 +54,36 @@ def convert(
     """Write what `source` holds (all, or the names that match a pattern of `only`) to `destination`.
 
     The name of `destination` says what is written: `format_of`. `dtype` converts floating-point tensors.
-    `unlock` and `lock` open and encrypt ``.tensors`` files. What is there is replaced with `force` only.
+    `rank` is that of a folder's files, or of a template as ``model-rank-%03d.tensors``, on either side.
+    `unlock` and `lock` open and encrypt ``.tensors`` files. A snapshot is verified before it is converted,
+    which is a second read of it, unless it is named by a presigned URL.
     At most `settings.memory` bytes of tensors, or two of them, are in memory at once, and as much again
     while they are written; of a snapshot the whole image, whose digests stand at the front.
     `progress` is told the bytes that are written and their sum.
 
+    What is there is replaced with `force` only: one file as the new one is whole; a set of files is removed
+    before the first new one is there, once the source is open and its first tensors have been read.
+
     Raises SettingsError, CheckpointError and StorageError kinds; nothing is left at `destination` then
-    that was not there.
+    that was not there, nor, where a set was being replaced, what was.
     """
     began = time.monotonic()
     chosen = settings or options.load(StorageSettings)
+    asked = numbered(rank) if rank is not None else None
+    for uri in (source, destination):
+        if asked is None and is_template(uri):
+            raise SettingsError(f"{uri} names a file of each rank", hint="say which (--rank)")
+    if asked is not None:
+        destination = of_rank(destination, asked)
     target = Location.parse(destination)
     kind = format_of(target, max_shard_bytes)
     if lock is not None and kind != "tensors":
         raise SettingsError(f"{target.uri}: only {SUFFIX} files are encrypted")
-    check_apart(Location.parse(source), target, kind)
-    check_free(target, kind, chosen, force=force)
-    key, password = (unlock.key, unlock.password) if unlock is not None else (None, None)
-    with closing(open_source(source, chosen, key=key, password=password)) as opened:
-        outlines = _outlines(opened, dtype, only)
+    check_apart(Location.parse(of_rank(source, asked or Rank())), target, kind)
+    check_free(target, kind, chosen, asked, force=force)
+    with opened(source, chosen, asked, unlock) as (held, own):
+        outlines = _outlines(held, dtype, only)
+        verify(source, held, chosen)
         total, done = sum(outline.spec.nbytes for outline in outlines), 0
 
         def tell(count: int) -> None:
@@ -79,15 +94,17 @@ def convert(
 
         match kind:
             case "tensors":
-                with closing(_in_order(opened, outlines, chosen)) as tensors:
+                with _drawn(held, outlines, chosen) as tensors:
                     write_stream(
                         outlines, tensors, destination, chosen, lock,
                         max_file_bytes=max_shard_bytes, progress=tell,
                     )  # fmt: skip
             case "snapshot":
-                _write_snapshot(opened, outlines, destination, chosen, tell)
+                _write_snapshot(held, outlines, destination, own or Rank(), chosen, tell)
+            case "safetensors":
+                _write_file(held, outlines, target, chosen, tell)
             case _:
-                _write_checkpoint(opened, outlines, target, max_shard_bytes, chosen, tell)
+                _write_checkpoint(held, outlines, target, max_shard_bytes or 0, force, chosen, tell)
     return Saved(target.uri, len(outlines), total, time.monotonic() - began)
 
 
@@ -124,10 +141,27 @@ def _in_order(
     return read_ahead(groups_of(list(specs), sizes, settings.memory // 2), read)
 
 
+@contextmanager
+def _drawn(
+    source: TensorSource, outlines: Sequence[Outline], settings: StorageSettings
+) -> Iterator[Iterator[torch.Tensor]]:
+    """As `_in_order`, once the first have come: a source that cannot be read fails here."""
+    with closing(_in_order(source, outlines, settings)) as tensors:
+        first = [next(tensors)]
+
+        def resumed() -> Iterator[torch.Tensor]:
+            while first:
+                yield first.pop()
+            yield from tensors
+
+        yield resumed()
+
+
 def _write_snapshot(
     source: TensorSource,
     outlines: Sequence[Outline],
     destination: str,
+    rank: Rank,
     settings: StorageSettings,
     tell: Callable[[int], None],
 ) -> None:
@@ -137,54 +171,68 @@ def _write_snapshot(
     # On a thread that can be left behind: a read may hang when the user gives up.
     begun(lambda: source.read_into(tensors))()
     image = image_of(tensors)
-    write_snapshot(image, image.manifest(), destination, settings=settings, progress=tell)
+    write_snapshot(image, image.manifest(), destination, rank=rank, settings=settings, progress=tell)
+
+
+def _write_file(
+    source: TensorSource,
+    outlines: Sequence[Outline],
+    target: Location,
+    settings: StorageSettings,
+    tell: Callable[[int], None],
+) -> None:
+    ordered = in_file_order(outlines)
+    with (
+        closing(stores.open_store(target.parent, settings)) as store,
+        closing(_in_order(source, ordered, settings)) as tensors,
+    ):
+        write_safetensors(store, target.name, ordered, tensors, tell)
+        store.remove(manifest_name(target.name))  # of a snapshot that had this name
 
 
 def _write_checkpoint(
     source: TensorSource,
     outlines: Sequence[Outline],
     target: Location,
-    max_shard_bytes: int | None,
+    max_shard_bytes: int,
+    force: bool,
     settings: StorageSettings,
     tell: Callable[[int], None],
 ) -> None:
-    """One safetensors file; or, with a size of shards, a folder of them, the index last."""
-    if max_shard_bytes is None:
-        ordered = in_file_order(outlines)
-        with (
-            closing(stores.open_store(target.parent, settings)) as store,
-            closing(_in_order(source, ordered, settings)) as tensors,
-        ):
-            write_safetensors(store, target.name, ordered, tensors, tell)
-            store.remove(manifest_name(target.name))  # of a snapshot that had this name
-        return
+    """A folder of safetensors files, the index last: without one no reader takes shards for a checkpoint."""
     by_name = {outline.name: outline for outline in outlines}
     sizes = [outline.spec.nbytes for outline in outlines]
-    shards = groups_of(list(by_name), sizes, max_shard_bytes)
+    shards = [
+        in_file_order([by_name[tensor] for tensor in shard])
+        for shard in groups_of(list(by_name), sizes, max_shard_bytes)
+    ]
     count = len(shards)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     names = names if count > 1 else [SINGLE]
-    with closing(stores.open_store(target.folder, settings)) as store:
-        # A folder without an index is none: nobody reads old and new shards together.
-        store.remove(INDEX)
-        store.remove(SINGLE)
-        with _all_or_none(store) as keep:
-            for name, shard in zip(names, shards, strict=True):
-                ordered = in_file_order([by_name[tensor] for tensor in shard])
-                with closing(_in_order(source, ordered, settings)) as tensors:
-                    write_safetensors(store, name, ordered, tensors, tell)
-                keep.append(name)
-            if count > 1:
-                text = json.dumps(_index(names, shards, sum(sizes)), indent=2, sort_keys=True).encode()
-                with store.write(INDEX) as writer:
-                    writer.write([memoryview(text)])
-        for old in [entry.name for entry in store.list("model-")]:
-            if _SHARD.fullmatch(old) and old not in names:
-                store.remove(old)
+    for shard in shards:
+        header_of(shard)  # raises for what safetensors cannot say
+    with closing(stores.open_store(target.folder, settings)) as store, _all_or_none(store) as keep:
+        for name, shard in zip(names, shards, strict=True):
+            with _drawn(source, shard, settings) as tensors:
+                if force and not keep:
+                    _remove_old(store)
+                write_safetensors(store, name, shard, tensors, tell)
+            keep.append(name)
+        if count > 1:
+            text = json.dumps(_index(names, shards, sum(sizes)), indent=2, sort_keys=True).encode()
+            with store.write(INDEX) as writer:
+                writer.write([memoryview(text)])
 
 
-def _index(names: Sequence[str], shards: Sequence[Sequence[str]], total: int) -> dict[str, object]:
-    weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+def _remove_old(store: Store) -> None:
+    """Remove a checkpoint, its index first: of new shards and old ones nobody may make one."""
+    old = [entry.name for entry in store.list("model-") if _SHARD.fullmatch(entry.name)]
+    for name in (INDEX, SINGLE, manifest_name(SINGLE), *old):
+        store.remove(name)
+
+
+def _index(names: Sequence[str], shards: Sequence[Sequence[Outline]], total: int) -> dict[str, object]:
+    weight_map = {each.name: name for name, shard in zip(names, shards, strict=True) for each in shard}
     return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
@@ -196,5 +244,5 @@ def _all_or_none(store: Store) -> Iterator[list[str]]:
         yield names
     except BaseException:
         for name in names:
-            store.remove(name)
+            clear_away(store, name)
         raise

@@ -6,18 +6,18 @@ from contextlib import closing
 from pathlib import Path
 from typing import Literal
 
-from rfork.errors import SettingsError, StorageMissing
+from rfork.errors import SettingsError, StorageDenied, StorageMissing
 from rfork.settings import StorageSettings
 from rfork.storage import stores
 from rfork.storage.blob import Store
 from rfork.storage.formats.choice import INDEX, SINGLE
 from rfork.storage.location import Location
-from rfork.storage.snapshots.files import manifest_name
+from rfork.storage.snapshots.files import manifest_name, snapshot_name
+from rfork.storage.snapshots.target import OTHER_FORMATS
 from rfork.storage.tensorizer.names import SUFFIX, same_name
+from rfork.wire import Rank
 
 Format = Literal["tensors", "safetensors", "checkpoint", "snapshot"]
-
-OTHER_FORMATS = (".bin", ".ckpt", ".gguf", ".h5", ".npz", ".onnx", ".pt", ".pth")
 
 
 def format_of(target: Location, max_shard_bytes: int | None) -> Format:
@@ -63,23 +63,38 @@ def _real(location: Location) -> str:
     return location.uri.rstrip("/")
 
 
-def check_free(target: Location, kind: Format, settings: StorageSettings, *, force: bool) -> None:
+def check_free(
+    target: Location, kind: Format, settings: StorageSettings, rank: Rank | None, *, force: bool
+) -> None:
     """Raises SettingsError where something is there, unless it may be replaced.
 
     A snapshot never joins a checkpoint in its folder: whoever loads that folder would go on with the latter.
+    Those of other ranks it joins where its own is named.
     """
     folder = kind in ("checkpoint", "snapshot")
     with closing(stores.open_store(target.folder if folder else target.parent, settings)) as store:
-        if folder:
+        if kind == "snapshot" and rank is not None:
+            own = snapshot_name(rank)
+            there = any(_is_there(store, name) for name in (own, manifest_name(own), INDEX, SINGLE))
+        elif folder:
             there = _first(store) is not None
+        elif force:
+            return
         elif kind == "tensors":
-            there = bool(same_name(store, target.name))
+            there = _stands_for(store, target.name)
         else:
             there = _is_there(store, target.name) or _is_there(store, manifest_name(target.name))
         if there and not force:
             raise SettingsError(f"{target.uri} is there already", hint="--force replaces it")
         if kind == "snapshot" and there and (_is_there(store, INDEX) or _is_there(store, SINGLE)):
             raise SettingsError(f"{target.uri} holds a checkpoint", hint="name another folder")
+
+
+def _stands_for(store: Store, name: str) -> bool:
+    try:
+        return bool(same_name(store, name))
+    except StorageDenied:  # who may not list may ask for the one name
+        return _is_there(store, name)
 
 
 def _first(store: Store) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,7 +12,8 @@ import torch
 
 from rfork.settings import StorageSettings
 from rfork.storage.formats.blocks import Block, tensors_in
-from rfork.storage.reading.engine import fill
+from rfork.storage.reading.ahead import HEARD_S
+from rfork.storage.reading.engine import GRACE_S, fill
 
 READERS = 2
 """Blocks that are read at once: while the last bytes of one come, the first of the next are asked for."""
@@ -47,21 +49,27 @@ class _Arrivals:
             threading.Thread(target=self._run, name="rfork-stream", daemon=True) for _ in range(READERS)
         ]
 
+    def start(self) -> None:
+        """Begin to read; whoever calls this calls `close`, also where it was interrupted."""
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """End the reads; none is under way any more."""
+        """End the reads: those that hang are left behind, with the memory they write to."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+        until = time.monotonic() + 2 * GRACE_S
         for thread in self._threads:
-            thread.join()
+            if thread.is_alive():  # and not one whose start was interrupted
+                thread.join(max(0.0, until - time.monotonic()))
 
     def take(self) -> tuple[Block, torch.Tensor] | None:
         """A block that is whole, waited for; None: there are no more. Raises what a reader raised."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._error is not None or not self._readers)
+            while not self._ready and self._error is None and self._readers:
+                # A signal that comes just before a wait is heard only after it.
+                self._changed.wait(HEARD_S)
             if self._error is not None:
                 raise self._error
             if not self._ready:
@@ -104,10 +112,11 @@ def arrive(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of blocks, in memory of their own, block by block as these are whole.
 
-    Reads begin with the first tensor asked for; they have ended once the iterator is exhausted or closed.
-    Raises what the reads raise.
+    Reads begin with the first tensor asked for; they have ended once the iterator is exhausted or closed,
+    but where storage hangs. Raises what the reads raise.
     """
     with closing(_Arrivals(blocks, device, settings)) as arrivals:
+        arrivals.start()
         while (arrived := arrivals.take()) is not None:
             with torch.no_grad():
                 found = list(tensors_in(*arrived))

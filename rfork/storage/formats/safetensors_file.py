@@ -23,6 +23,7 @@ from rfork.image.layout import Layout
 from rfork.image.safetensors_header import DTYPES, LAYOUT_KEY, header_length, layout_of
 from rfork.image.strides import contiguous_stride, span_of
 from rfork.storage.blob import Blob, part
+from rfork.storage.reading.collection import held_off
 
 FIRST_READ = 128 << 10
 """Bytes read of a file at once to have its header, mostly, in one request."""
@@ -83,7 +84,11 @@ def read_shard(name: str, blob: Blob) -> Shard:
         raise _corrupt(blob, f"it is cut short: {blob.size} bytes, its header alone has {begin}")
     if begin > len(head):
         head += part(blob, len(head), begin - len(head))
-    head = head[:begin]
+    with held_off():
+        return _shard(name, blob, head[:begin])
+
+
+def _shard(name: str, blob: Blob, head: bytes) -> Shard:
     places, metadata = _entries(blob, head)
     layout = None
     if LAYOUT_KEY in metadata:
@@ -94,7 +99,7 @@ def read_shard(name: str, blob: Blob) -> Shard:
         aliases = _add_aliases(places, metadata)
         if aliases:
             places = dict(sorted(places.items(), key=lambda item: item[1].offset))
-    return Shard(name, blob, begin, hashlib.sha256(head).digest(), places, aliases, layout)
+    return Shard(name, blob, len(head), hashlib.sha256(head).digest(), places, aliases, layout)
 
 
 def _entries(blob: Blob, head: bytes) -> tuple[dict[str, Place], Mapping[str, JsonValue]]:
@@ -109,32 +114,33 @@ def _entries(blob: Blob, head: bytes) -> tuple[dict[str, Place], Mapping[str, Js
     if not isinstance(metadata, dict):
         raise _corrupt(blob, "its header's __metadata__ is no object")
     kinds = _Kinds(blob)
-    found: list[tuple[int, int, Place]] = []
+    found: list[Place] = []
     for name, entry in header.items():
         try:
             kind = entry["dtype"], *entry["shape"]
             first, last = entry["data_offsets"]
             dtype, shape, nbytes = kinds[kind]
             if type(first) is type(last) is int and first >= 0 and last - first == nbytes:
-                found.append((first, last, Place(name, blob, begin + first, nbytes, dtype, shape)))
+                found.append(Place(name, blob, begin + first, nbytes, dtype, shape))
                 continue
         except (KeyError, TypeError, ValueError):
             raise _corrupt(blob, f"its header's entry of {name} cannot be read") from None
         told = f"{list(shape)} {kind[0]}, {nbytes} bytes, but lies at {first} to {last}"
         raise _corrupt(blob, f"{name} is {told}")
-    found.sort(key=itemgetter(1))  # of those that begin at one byte, the empty ones come first
-    found.sort(key=itemgetter(0))
-    reached = 0
-    for first, last, place in found:
-        if first != reached:
-            what = "overlaps the tensor before it" if first < reached else "lies behind a hole"
-            raise _corrupt(blob, f"{place.name} {what}, at byte {first} of the data")
-        reached = last
+    found.sort(key=itemgetter(3))  # of those that begin at one byte, the empty ones come first
+    found.sort(key=itemgetter(2))
+    end = begin
+    for name, _, offset, nbytes, _, _, _ in found:
+        if offset != end:
+            what = "overlaps the tensor before it" if offset < end else "lies behind a hole"
+            raise _corrupt(blob, f"{name} {what}, at byte {offset - begin} of the data")
+        end = offset + nbytes
+    reached = end - begin
     if reached > size:
         raise _corrupt(blob, f"it is cut short: {size} bytes of data, its header names {reached}")
     if reached < size:
         raise _corrupt(blob, f"{size - reached} bytes follow that its header does not name")
-    return {place.name: place for _, _, place in found}, metadata
+    return {place[0]: place for place in found}, metadata
 
 
 class _Kinds(dict[tuple[str | int, ...], tuple[torch.dtype, tuple[int, ...], int]]):

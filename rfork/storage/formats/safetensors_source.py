@@ -17,6 +17,7 @@ from rfork.storage.attempt import Attempt
 from rfork.storage.formats import arrival, converting
 from rfork.storage.formats.blocks import aligned, blocks_of, bytes_of, tensors_in
 from rfork.storage.formats.safetensors_file import Place, Shard
+from rfork.storage.reading.collection import held_off
 from rfork.storage.reading.engine import Extent, fill
 from rfork.storage.tensors import StoredTensor
 
@@ -108,13 +109,15 @@ class SafetensorsSource:
         What lies in memory as in storage is read straight into it; the rest by way of at most half of
         `settings.memory`.
         """
-        straight: list[tuple[Place, torch.Tensor]] = []
+        extents: list[Extent] = []
         convert: list[tuple[Place, torch.Tensor]] = []
-        for place, tensor in self._matched(tensors):
-            same = converting.as_stored(place, tensor.dtype, tensor)
-            (straight if same else convert).append((place, tensor))
-        with torch.no_grad():
-            extents = [Extent(place.blob, place.offset, bytes_of(tensor)) for place, tensor in straight]
+        with held_off(), torch.no_grad():
+            for place, tensor in self._matched(tensors):
+                if converting.as_stored(place, tensor.dtype, tensor):
+                    into = tensor if tensor.is_cpu else bytes_of(tensor)
+                    extents.append(Extent(place.blob, place.offset, into))
+                else:
+                    convert.append((place, tensor))
         fill(extents, self._settings, progress=progress)
         converting.fill(convert, self._gap, self._settings, progress)
 
@@ -134,7 +137,7 @@ class SafetensorsSource:
 
         def views() -> dict[str, torch.Tensor]:
             found: dict[str, torch.Tensor] = {}
-            with torch.no_grad():
+            with held_off(), torch.no_grad():
                 for block, extent in zip(blocks, extents, strict=True):
                     found.update(tensors_in(block, extent.into))
             return found
@@ -181,10 +184,9 @@ class SafetensorsSource:
         """The places of names, in the order in which they are stored. Raises CheckpointError."""
         if names is None:
             return iter(self._places.values())
-        unknown = sorted(set(names) - self._places.keys())
-        if unknown:
-            raise CheckpointError(f"{self.uri} lacks {unknown[0]} ({len(unknown)} such)")
         wanted = frozenset(names)
+        if unknown := sorted(wanted - self._places.keys()):
+            raise CheckpointError(f"{self.uri} lacks {unknown[0]} ({len(unknown)} such)")
         return (place for name, place in self._places.items() if name in wanted)
 
     def _parted(
@@ -202,25 +204,31 @@ class SafetensorsSource:
 
     def _matched(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[Place, torch.Tensor]]:
         """Places and tensors in the order of storage; of several for one memory, the last counts."""
-        found: dict[tuple[torch.device, int, int], tuple[Place, torch.Tensor]] = {}
+        found: dict[tuple[torch.device | None, int, int], tuple[Place, torch.Tensor]] = {}
+        get = self._places.get
         for name, tensor in tensors.items():
-            place = self._places.get(name)
+            place = get(name)
             if place is None:
                 raise CheckpointError(f"{self.uri} lacks {name}")
-            if place.shape != tensor.shape:
+            _, _, _, nbytes, dtype, shape, stride = place
+            if shape != tensor.shape:
                 raise CheckpointError(
-                    f"{self.uri}: {name} has shape {list(place.shape)}, the model's is {list(tensor.shape)}"
+                    f"{self.uri}: {name} has shape {list(shape)}, the model's is {list(tensor.shape)}"
                 )
-            if tensor.is_meta:
+            device = None if tensor.is_cpu else tensor.device
+            if device is not None and tensor.is_meta:
                 raise CheckpointError(f"{name} has no memory to be loaded into")
-            if place.dtype is not tensor.dtype and not torch.can_cast(place.dtype, tensor.dtype):
-                raise CheckpointError(f"{self.uri}: {name} is {place.dtype}, and the model's {tensor.dtype}")
-            if not place.nbytes:
+            own = tensor.dtype
+            if dtype is not own and not torch.can_cast(dtype, own):
+                raise CheckpointError(f"{self.uri}: {name} is {dtype}, and the model's {own}")
+            if not nbytes:
                 continue
-            memory = tensor.device, tensor.data_ptr(), tensor.nbytes
-            held = found.get(memory)
-            if held is None or self._turn(held[0]) < self._turn(place):
-                found[memory] = place, tensor
+            same = dtype is own and stride is None
+            memory = device, tensor.data_ptr(), nbytes if same else tensor.nbytes
+            pair = place, tensor
+            held = found.setdefault(memory, pair)
+            if held is not pair and self._turn(held[0]) < self._turn(place):
+                found[memory] = pair
         return sorted(found.values(), key=lambda pair: self._turn(pair[0]))
 
     def _turn(self, place: Place) -> tuple[int, int]:

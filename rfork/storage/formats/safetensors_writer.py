@@ -34,7 +34,7 @@ def write_safetensors(
 
     Raises CheckpointError, before anything is written, for what safetensors cannot say; StorageError kinds.
     """
-    head = _header(outlines)
+    head = header_of(outlines)
     with store.write(name) as writer:
         writer.write([memoryview(head)])
         for outline, tensor in zip(outlines, tensors, strict=False):
@@ -46,7 +46,8 @@ def write_safetensors(
                 progress(tensor.nbytes)
 
 
-def _header(outlines: Sequence[Outline]) -> bytes:
+def header_of(outlines: Sequence[Outline]) -> bytes:
+    """What the file begins with; raises CheckpointError for what safetensors cannot say."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for outline in outlines:

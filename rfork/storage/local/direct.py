@@ -5,10 +5,11 @@ O_DIRECT: straight into the destination where that is one run of huge pages, ali
 into staging in huge pages, and copied from there.
 
 Whether O_DIRECT is quicker than reading through the page cache depends on the disk, so with
-``RFORK_STORAGE_DIRECT=auto`` it is measured, once for each device and process: of the first blocks that
-are not cached, every other one is read each way, and then the quicker way is kept (`Ways`). As these
-blocks are those that were wanted anyway, a wrong guess costs the difference between the two ways on
-`SAMPLES` blocks, 96 MiB.
+``RFORK_STORAGE_DIRECT=auto`` it is measured, once for each device and process: of what is not cached, one
+block in `EVERY` bytes is read through the page cache, and after `SAMPLES` of them the quicker way is kept
+(`Ways`). Few, because the page cache may take its new pages from a host that has to find them first, and
+be several times slower than the disk; the other way round, a disk that is quicker through the page cache
+loses only on the first half gigabyte of a process.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ LEAST_DIRECT = 1 << 20
 """Bytes under which a read is not worth a look at the page cache."""
 LEAST_STRAIGHT = 2 << 20
 """Bytes under which a copy costs less than finding out whether it can be saved."""
-SAMPLES = 6
-"""Blocks that are read each way before one is chosen."""
+SAMPLES = 3
+"""Blocks that are read through the page cache before a way is chosen."""
+FIRST, EVERY = 64 << 20, 256 << 20
+"""Bytes that are read past the page cache before the first of these blocks, and from one to the next."""
 GAIN = 0.9
 """The share of O_DIRECT's time that reads through the page cache must stay below to be chosen: they cost
 the processor more, and drive out what others have cached."""
@@ -57,19 +60,20 @@ class Ways:
     def __init__(self) -> None:
         self.chosen: Way | None = None
         self._lock = threading.Lock()
-        self._handed: dict[Way, int] = {"direct": 0, "cached": 0}
+        self._handed = 0
+        self._samples = 0
         self._took: dict[Way, list[float]] = {"direct": [], "cached": []}
 
-    def next(self) -> Way:
-        """How to read the next block."""
+    def next(self, length: int) -> Way:
+        """How to read the next block, which has so many bytes."""
         with self._lock:
             if self.chosen is not None:
                 return self.chosen
-            way: Way = "cached" if self._handed["cached"] < self._handed["direct"] else "direct"
-            if self._handed[way] >= SAMPLES:
-                way = "direct"  # until the last sample is in
-            self._handed[way] += 1
-            return way
+            self._handed += length
+            if self._samples == SAMPLES or self._handed <= FIRST + self._samples * EVERY:
+                return "direct"  # until the next sample is due, or the last is in
+            self._samples += 1
+            return "cached"
 
     def took(self, way: Way, seconds_per_byte: float) -> None:
         """Tell how long a block took."""
@@ -77,7 +81,7 @@ class Ways:
             if self.chosen is not None:
                 return
             self._took[way].append(seconds_per_byte)
-            if min(map(len, self._took.values())) >= SAMPLES:
+            if len(self._took["cached"]) >= SAMPLES and self._took["direct"]:
                 cached, direct = median(self._took["cached"]), median(self._took["direct"])
                 self.chosen = "cached" if cached < GAIN * direct else "direct"
                 log.debug("cold reads", way=self.chosen, cached_gb_s=1e-9 / cached, direct_gb_s=1e-9 / direct)
@@ -112,7 +116,7 @@ class DirectFile:
         if measured and self.cached(offset, length):
             read_cached(self._descriptor, offset, views)
             return
-        way = self._ways.next() if measured else "direct"
+        way = self._ways.next(length) if measured else "direct"
         past = self._opened() if way == "direct" else None
         began = time.perf_counter()
         if past is None or not self._read_past(past, offset, length, views):
@@ -242,6 +246,8 @@ def _straight(past: _Past, offset: int, view: memoryview) -> bool:
     if (address - offset) % past.alignment:
         return False
     pages = kernel.mapped(address, view.nbytes)
-    if pages is not None and not pages.present and kernel.populate(address, view.nbytes):
+    # What is there may be a neighbour's: blocks share the huge pages at their ends.
+    lacking = pages is not None and pages.present == pages.huge < view.nbytes
+    if lacking and kernel.populate(address, view.nbytes):
         pages = kernel.mapped(address, view.nbytes)
     return pages is not None and pages.huge >= view.nbytes * 7 // 8

@@ -12,40 +12,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rfork.errors import (
-    SettingsError,
-    StorageChanged,
-    StorageDenied,
-    StorageError,
-    StorageFull,
-    StorageMissing,
-)
+from rfork.errors import SettingsError, StorageChanged, StorageError
 from rfork.settings import StorageSettings
 from rfork.storage.blob import Entry
 from rfork.storage.local.direct import DirectFile, Ended
+from rfork.storage.local.errors import storage_error
 from rfork.storage.local.kernel import MOST_BUFFERS
+from rfork.storage.local.placing import put_in_place
 from rfork.storage.location import Location
 from rfork.storage.reading.staging import Staging
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 """Names of files that are still written, or whose writer was killed."""
-
-_KINDS = {
-    errno.ENOENT: StorageMissing,
-    errno.ENOTDIR: StorageMissing,
-    errno.EACCES: StorageDenied,
-    errno.EPERM: StorageDenied,
-    errno.EROFS: StorageDenied,
-    errno.ENOSPC: StorageFull,
-    errno.EDQUOT: StorageFull,
-    errno.EFBIG: StorageFull,
-}
-
-
-def storage_error(path: Path, error: OSError) -> StorageError:
-    """What an error of the operating system is called here."""
-    kind = _KINDS.get(error.errno or 0, StorageError)
-    return kind(f"{path}: {error.strerror or error}")
 
 
 class LocalFile:
@@ -142,6 +120,8 @@ class LocalStore:
     """A folder of this machine; see `Store`."""
 
     def __init__(self, folder: Location, settings: StorageSettings) -> None:
+        if "\0" in folder.path:
+            raise SettingsError(f"{folder.path!r} names no file")
         self._uri = folder.folder.uri
         self._folder = Path(folder.path)
         self._settings = settings
@@ -152,12 +132,14 @@ class LocalStore:
         """See `Store.uri`."""
         return self._uri
 
-    def open(self, name: str) -> LocalFile:
+    def open(self, name: str, *, front: int = 0) -> LocalFile:
         """See `Store.open`."""
         return LocalFile(self._path(name), self._settings, self._staging)
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """See `Store.list`: without files that are still written; links to folders are not followed."""
+        if prefix.startswith("/"):  # as no name does
+            return
         below, _, begins = prefix.rpartition("/")
         folder = self._path(below) if below else self._folder
         if below and not folder.is_dir():
@@ -178,7 +160,7 @@ class LocalStore:
         try:
             try:
                 yield LocalWriter(path, descriptor)
-                _put_in_place(descriptor, temporary, path, replace=replace)
+                put_in_place(descriptor, temporary, path, replace=replace)
             finally:
                 os.close(descriptor)
         finally:
@@ -198,7 +180,7 @@ class LocalStore:
         """See `Store.close`: a folder holds nothing open."""
 
     def _path(self, name: str) -> Path:
-        if not name or name.startswith("/") or ".." in name.split("/"):
+        if not name or name.startswith("/") or "\0" in name or ".." in name.split("/"):
             raise SettingsError(f"{name!r} names no file within {self._folder}")
         return self._folder / name
 
@@ -243,67 +225,9 @@ def _listed(folder: Path, within: str, begins: str) -> Iterator[Entry]:
         elif not TEMPORARY.fullmatch(entry.name):
             try:
                 status = entry.stat()
-            except FileNotFoundError:  # removed since, or a link to nothing
-                continue
             except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ELOOP):  # removed since, or a link to nothing
+                    continue
                 raise storage_error(folder / entry.name, error) from None
             if stat.S_ISREG(status.st_mode):
                 yield Entry(name, status.st_size)
-
-
-def _put_in_place(descriptor: int, temporary: Path, path: Path, *, replace: bool) -> None:
-    """Have a whole file on the disk, and then its name. Raises StorageError kinds."""
-    try:
-        os.fsync(descriptor)
-        if replace:
-            temporary.replace(path)
-        else:
-            _keep(temporary, path)
-        _settle(path.parent)
-    except OSError as error:
-        raise storage_error(path, error) from None
-
-
-def _keep(temporary: Path, path: Path) -> None:
-    """Give a file its name, unless another has it."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return
-    except OSError as error:
-        # A file system without links: whoever comes between puts the same bytes there.
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
-            raise
-        if not path.exists():
-            temporary.replace(path)
-
-
-def _settle(folder: Path) -> None:
-    """Have the folder's new names on the disk too."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-class Cursor:
-    """A line of views, taken from its front a number of bytes at a time."""
-
-    def __init__(self, views: Sequence[memoryview]) -> None:
-        self._views = views
-        self._index = 0
-        self._used = 0
-
-    def take(self, count: int) -> list[memoryview]:
-        """Views of the next `count` bytes."""
-        taken: list[memoryview] = []
-        while count > 0:
-            view = self._views[self._index]
-            piece = view[self._used : self._used + count]
-            taken.append(piece)
-            count -= piece.nbytes
-            self._used += piece.nbytes
-            if self._used == view.nbytes:
-                self._index, self._used = self._index + 1, 0
-        return taken

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +15,9 @@ from rfork.errors import CheckpointError
 from rfork.settings import StorageSettings
 from rfork.storage.formats.choice import open_source
 from rfork.storage.formats.safetensors_source import SafetensorsSource
+from rfork.storage.modules.arguments import check_device, chosen_names
+from rfork.storage.modules.restoring import restored
+from rfork.storage.tensorizer.names import of_rank
 from rfork.storage.tensors import StoredTensor, TensorSource
 from rfork.wire import Rank
 
@@ -76,14 +79,15 @@ def open(
         with rfork.open("s3://bucket/model/") as tensors:
             embedding = tensors["model.embed_tokens.weight"]
 
-    Raises as `rfork.storage.formats.choice.open_source` does.
+    Nothing of a snapshot is verified here, as single tensors are not what its digests are of. Raises as
+    `rfork.storage.formats.choice.open_source` does.
     """
     return Tensors(open_source(uri, settings, rank, key=key, password=password))
 
 
 def tensors(
     uri: str | Path,
-    names: Collection[str] | None = None,
+    names: Iterable[str] | None = None,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
@@ -96,8 +100,11 @@ def tensors(
 
     A few blocks are read ahead (`StorageSettings.memory`), and none once the iterator is closed. The tensors
     are the caller's own; floating ones are converted to `dtype`. Nothing is opened before the first one is
-    asked for. Raises CheckpointError where a name is not stored, StorageError kinds.
+    asked for. Of a snapshot nothing is verified: `load_tensors` does that. Raises CheckpointError where
+    a name is not stored, SettingsError, StorageError kinds.
     """
+    names = chosen_names(names)
+    check_device(device)
     with closing(open_source(uri, settings, rank, key=key, password=password)) as source:
         for name, tensor in source.stream(names, device):
             yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
@@ -105,7 +112,7 @@ def tensors(
 
 def load_tensors(
     uri: str | Path,
-    names: Collection[str] | None = None,
+    names: Iterable[str] | None = None,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
@@ -118,9 +125,15 @@ def load_tensors(
     """All tensors at a URI, or those of `names`, by name: as ``safetensors.torch.load_file``, of any store.
 
     Every byte is in memory when this returns. Tensors that lie side by side in storage share an allocation,
-    but those whose type is changed: floating ones, to `dtype`. Raises CheckpointError where a name is not
-    stored, StorageError kinds.
+    but those whose type is changed: floating ones, to `dtype`.
+
+    A snapshot is verified, each chunk against its digest, where all of it is wanted as it is: not where
+    `names` are given, or a type is changed, or where its manifest is not beside it.
+
+    Raises CheckpointError where a name is not stored, SettingsError, StorageCorrupt and other StorageErrors.
     """
+    names = chosen_names(names)
+    check_device(device)
     chosen = settings or options.load(StorageSettings)
     with closing(open_source(uri, chosen, rank, key=key, password=password)) as source:
         wanted = _wanted(source, names)
@@ -129,6 +142,10 @@ def load_tensors(
             for name in (wanted if dtype is not None else ())
             if (spec := source.specs[name]).dtype.is_floating_point and spec.dtype is not dtype
         }
+        if names is None and not converted:
+            verified = restored(source, of_rank(str(uri), rank or Rank()), device, chosen, progress)
+            if verified is not None:
+                return {name: verified[name] for name in wanted}
         rest = [name for name in wanted if name not in converted]
         if isinstance(source, SafetensorsSource):
             found = source.load(rest if names is not None or converted else None, device, progress)
@@ -143,11 +160,10 @@ def load_tensors(
         return {name: converted[name] if name in converted else found[name] for name in wanted}
 
 
-def _wanted(source: TensorSource, names: Collection[str] | None) -> Collection[str]:
+def _wanted(source: TensorSource, names: frozenset[str] | None) -> Collection[str]:
     stored = source.places if isinstance(source, SafetensorsSource) else source.specs
     if names is None:
         return stored.keys()
-    wanted = frozenset(names)
-    if unknown := sorted(wanted - stored.keys()):
+    if unknown := sorted(names - stored.keys()):
         raise CheckpointError(f"{source.uri} lacks {unknown[0]} ({len(unknown)} such)")
-    return [name for name in stored if name in wanted]
+    return [name for name in stored if name in names]

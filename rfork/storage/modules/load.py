@@ -6,26 +6,30 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from rfork import settings as options
-from rfork.errors import CheckpointError, UnsupportedTensor
+from rfork.errors import CheckpointError, SettingsError, UnsupportedTensor
 from rfork.image.capture import capture
 from rfork.image.memory import Image
 from rfork.image.walk import named_tensors
 from rfork.settings import StorageSettings
 from rfork.storage.blob import Blob
-from rfork.storage.formats.choice import SUFFIX, open_source
+from rfork.storage.formats.choice import open_source
 from rfork.storage.formats.converting import as_stored
 from rfork.storage.formats.safetensors_source import SafetensorsSource
-from rfork.storage.location import Location
+from rfork.storage.modules.arguments import check_device
 from rfork.storage.modules.fitting import Fitting, fit
 from rfork.storage.modules.no_init import as_parameter
+from rfork.storage.modules.restoring import restored, snapshot_of
 from rfork.storage.modules.state import put_in_place, state_of, without_memory
+from rfork.storage.reading.collection import held_off
 from rfork.storage.snapshots.snapshot import Snapshot
+from rfork.storage.tensorizer.names import of_rank
 from rfork.storage.tensors import TensorSource
 from rfork.wire import Rank
 
@@ -38,7 +42,7 @@ class LoadReport:
 
     `bytes` are those of the tensors as they are stored, each once; `missing` are the module's names that
     nothing was stored for, `unexpected` the stored ones that the module has not; both empty where `strict`.
-    `verified`: it was a snapshot of just this module, and every chunk was checked against its digest.
+    `verified`: it was a snapshot, and every chunk of it was checked against its digest; see `load`.
     """
 
     uri: str
@@ -71,20 +75,30 @@ def load(
     """Fill a module with what is at a URI or path: Hugging Face folder, safetensors, snapshot, ``.tensors``.
 
     Tensors are read straight into the module's own, on whatever device they are; those of another type are
-    converted as they come. Parameters and buffers without memory (see `rfork.no_init`) are given some on
-    `device`, in type `dtype` if they are floating (None: in their own).
+    converted as they come, and `dtype` changes nothing about these. Parameters and buffers without memory
+    (see `rfork.no_init`) are given some on `device`, in type `dtype` if they are floating (None: their own).
 
     Names are those of the module's state dict, or of the image for a snapshot. `strict`: both sides hold the
     same, tied weights under any of their names. `rank` says whose file of a folder it is; `key` or `password`
     open an encrypted ``.tensors``. `progress` is told bytes as they come.
 
+    A snapshot is verified, each chunk against its digest, where all of it is restored as it is: into a module
+    of just its layout, or into one whose parameters have no memory yet and take its types. Else nothing of
+    it is, nor where its manifest is not beside it; the report's `verified` says which.
+
     Raises, before a byte is written, CheckpointError where names or shapes do not fit, or a tensor would stay
     without memory; StorageError kinds where storage fails: the module's content is then undefined.
+    SettingsError for what is no module, device or URI.
     """
     began = time.monotonic()
     chosen = settings or options.load(StorageSettings)
+    if not issubclass(type(module), nn.Module):
+        what = type(module).__name__
+        raise SettingsError(f"load fills a module, not a {what}", hint="load_tensors gives tensors by name")
+    check_device(device)
     with closing(open_source(uri, chosen, rank, key=key, password=password)) as source:
-        snapshot = _snapshot(module, source, uri, rank, chosen)
+        uri = of_rank(str(uri), rank or Rank())
+        snapshot = _snapshot(module, source, uri, chosen)
         if snapshot is not None:
             image, held = snapshot
             with closing(held):
@@ -92,11 +106,13 @@ def load(
             nbytes, count = image.layout.image_bytes, len(image.layout.tensors)
             return LoadReport(source.uri, nbytes, time.monotonic() - began, count, verified=True)
         is_image = isinstance(source, SafetensorsSource) and source.layout is not None
-        state = named_tensors(module) if is_image else state_of(module)
-        fitting = fit(state, source)
+        with held_off():
+            state = named_tensors(module) if is_image else state_of(module)
+            fitting = fit(state, source)
         if strict:
             fitting.require_all()
-        _fill(module, state, fitting, source, dtype, device, progress)
+        restore = partial(restored, source, uri, device, chosen, progress)
+        verified = _fill(module, state, fitting, source, dtype, device, progress, restore)
         return LoadReport(
             source.uri,
             _bytes_of(source, fitting.names),
@@ -104,11 +120,12 @@ def load(
             len(fitting.names),
             fitting.missing,
             fitting.unexpected,
+            verified,
         )
 
 
 def _snapshot(
-    module: nn.Module, source: TensorSource, uri: str | Path, rank: Rank | None, settings: StorageSettings
+    module: nn.Module, source: TensorSource, uri: str, settings: StorageSettings
 ) -> tuple[Image, Snapshot] | None:
     """The module's image and the snapshot of just that; None where it has to be loaded by names."""
     if not isinstance(source, SafetensorsSource) or source.layout is None:
@@ -119,11 +136,8 @@ def _snapshot(
         return None
     if image.layout.layout_id != source.layout.layout_id:
         return None
-    named = Location.parse(uri).name.endswith(SUFFIX)
-    try:
-        return image, Snapshot.open(str(uri) if named else source.uri, image.layout, settings=settings)
-    except CheckpointError:  # without its manifest it is a safetensors file like any other
-        return None
+    held = snapshot_of(source, uri, settings)
+    return None if held is None else (image, held)
 
 
 def _fill(
@@ -134,26 +148,57 @@ def _fill(
     dtype: torch.dtype | None,
     device: torch.device | str,
     progress: Callable[[int], None] | None,
-) -> None:
-    """Read what fits: into memory that is there, and into fresh memory where there is none."""
+    restore: Callable[[], dict[str, torch.Tensor] | None],
+) -> bool:
+    """Read what fits: into memory that is there, and into fresh memory where there is none.
+
+    Whether all was verified: `restore` gives all of a snapshot so.
+    """
     into = {name: state[name] for name in fitting.names}
     if not any(tensor.is_meta for tensor in state.values()):
         source.read_into(into, progress)
-        return
+        return False
     empty = without_memory(module)
-    # Of a tied one, the first name that is stored.
-    named = {id(into[name]): name for name in reversed(fitting.names) if into[name].is_meta}
+    # Of a tied one, the last name that is stored: as where there is memory, and as torch does it.
+    named = {id(into[name]): name for name in fitting.names if into[name].is_meta}
     for name, tensor in empty.items():
         if id(tensor) not in named:
             raise CheckpointError(f"{source.uri} lacks {name}, which has no memory in the model")
     fresh, made = _fresh_memory(source, {name: into[name] for name in named.values()}, dtype, device)
     into = {name: tensor for name, tensor in into.items() if not tensor.is_meta} | made
-    if into:
-        source.read_into(into, progress)
-    if fresh and isinstance(source, SafetensorsSource):
-        made |= source.load(fresh, device, progress)
+    found = restore() if _is_whole(module, source, fitting, into) else None
+    if found is not None:
+        with torch.inference_mode():  # parameters are written in place, and those made for inference too
+            for name, tensor in into.items():
+                tensor.copy_(found[name])
+        made |= {name: found[name] for name in fresh}
+    else:
+        if into:
+            source.read_into(into, progress)
+        if fresh and isinstance(source, SafetensorsSource):
+            made |= source.load(fresh, device, progress)
     held = {id(tensor): tensor for tensor in empty.values()}
     put_in_place(module, {key: _in_place_of(held[key], made[name]) for key, name in named.items()})
+    return found is not None
+
+
+def _is_whole(
+    module: nn.Module, source: TensorSource, fitting: Fitting, into: Mapping[str, torch.Tensor]
+) -> bool:
+    """Whether a module takes all that is stored as it is, and has little memory of its own: no parameters'.
+
+    `into` are its tensors that do not take the memory of the file.
+    """
+    return (
+        isinstance(source, SafetensorsSource)
+        and source.layout is not None
+        and not fitting.unexpected
+        and all(parameter.is_meta for parameter in module.parameters())
+        and all(
+            (place := source.places[name]).shape == tensor.shape and place.dtype is tensor.dtype
+            for name, tensor in into.items()
+        )
+    )
 
 
 def _fresh_memory(
@@ -191,5 +236,6 @@ def _bytes_of(source: TensorSource, names: Collection[str]) -> int:
     """The bytes of stored tensors, those of two names once."""
     if isinstance(source, SafetensorsSource):
         places = [source.places[name] for name in names]
-        return sum({(place.blob, place.offset): place.nbytes for place in places}.values())
+        # With their bytes: one that has none begins where another does.
+        return sum(nbytes for *_, nbytes in {(place.blob, place.offset, place.nbytes) for place in places})
     return sum(source.specs[name].nbytes for name in names)

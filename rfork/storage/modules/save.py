@@ -13,6 +13,7 @@ from rfork.errors import SettingsError
 from rfork.image.capture import capture, image_of
 from rfork.settings import StorageSettings
 from rfork.storage.modules.saved import Saved
+from rfork.storage.snapshots.target import check_target
 from rfork.storage.snapshots.writer import write_snapshot
 from rfork.storage.tensorizer.names import SUFFIX, of_rank
 from rfork.storage.tensorizer.writer import write_tensors
@@ -25,6 +26,7 @@ def save(
     *,
     rank: Rank | None = None,
     shared: bool = False,
+    check: bool = False,
     key: bytes | None = None,
     password: str | None = None,
     progress: Callable[[int], None] | None = None,
@@ -33,21 +35,21 @@ def save(
     """Write the weights as they are now, on any device; they must not change meanwhile.
 
     A URI that ends with ``.tensors`` becomes a tensorizer file of parameters and persistent buffers, under
-    `key` (32 bytes) or `password` where one is given; in a name as ``model-rank-%03d.tensors`` the number is
-    that of `rank`. Any other becomes a snapshot of all that the module serves with, as a
-    ``….safetensors`` file or as the rank's in a folder; with `shared` its chunks are stored once for all
-    snapshots around it.
+    `key` (32 bytes) or `password` where one is given. Any other becomes a snapshot of all that the module
+    serves with, as a ``….safetensors`` file or as the rank's in a folder; with `shared` its chunks are stored
+    once for all snapshots around it, and with `check` those that are there are read, and replaced where they
+    are damaged. In a name as ``model-rank-%03d.tensors`` or ``….safetensors`` the number is that of `rank`.
 
     `progress` is told bytes. What was there under the name is replaced once all is written. Raises
     UnsupportedTensor, SettingsError, MissingExtra and StorageError kinds.
     """
-    text = str(uri)
+    text = of_rank(str(uri), rank or Rank())
     if text.endswith(SUFFIX):
         if shared:
             raise SettingsError(f"a {SUFFIX} file shares nothing: save a snapshot to a folder")
         return write_tensors(
             module,
-            of_rank(text, rank or Rank()),
+            text,
             key=key,
             password=password,
             settings=settings,
@@ -55,10 +57,18 @@ def save(
         )
     if key is not None or password is not None:
         raise SettingsError(f"only {SUFFIX} files are encrypted, and {text!r} is a snapshot's name")
+    check_target(text, settings)
     began = time.monotonic()
     image = capture(module) if isinstance(module, nn.Module) else image_of(module)
     written = write_snapshot(
-        image, image.manifest(), text, rank=rank, shared=shared, progress=progress, settings=settings
+        image,
+        image.manifest(),
+        text,
+        rank=rank,
+        shared=shared,
+        check=check,
+        progress=progress,
+        settings=settings,
     )
     layout = image.layout
     return Saved(written.uri, len(layout.tensors), layout.image_bytes, time.monotonic() - began)

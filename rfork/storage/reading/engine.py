@@ -8,14 +8,20 @@ Bytes for the CPU are read straight into their places, those for a GPU by way of
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
+from rfork.errors import StorageError
 from rfork.settings import StorageSettings
+from rfork.storage.reading.ahead import HEARD_S
 from rfork.storage.reading.cuda import CudaCopier, pinned_staging
 from rfork.storage.reading.landing import Landing
 from rfork.storage.reading.plan import Block, Extent, Plan, block_bytes
 
 __all__ = ["Extent", "fill"]
+
+GRACE_S = 1.0
+"""Seconds that reads under way have to end by themselves, after an error or an interrupt."""
 
 
 def fill(
@@ -29,8 +35,15 @@ def fill(
 
     `on_filled` is told the index of each extent that is whole, on the engine's threads, several at once:
     what it does (digesting, giving onwards) overlaps with the reads of others. `progress` is told the bytes
-    of each block, one call at a time. Takes at most `settings.memory` bytes of staging. Raises what the
-    blobs raise, or what a callback raises; reads under way have ended by then.
+    of each block, one call at a time. What comes to the CPU takes no memory here, what comes to a GPU at most
+    `settings.memory` bytes of staging; what stores take of their own (a folder as much again, for reads past
+    the page cache) is besides.
+
+    Raises what the blobs raise, or what a callback raises; reads under way have ended by then. Where those of
+    other blocks go on for long after a StorageError (they try again, or hang), their blobs are closed, which
+    ends them but for a disk that hangs: that is waited for until somebody interrupts. An interrupt is raised
+    within seconds, even so: a read that hangs then keeps the memory that it writes to, nobody is told of
+    it any more, and the blobs are closed.
     """
     _Filling(extents, settings, on_filled, progress).run()
 
@@ -48,7 +61,7 @@ class _Filling:
         self._extents = extents
         self._on_filled = on_filled
         self._progress = progress
-        total = sum(extent.into.numel() for extent in extents)
+        total = sum(extent.into.nbytes for extent in extents)
         devices = {extent.into.device for extent in extents if not extent.into.is_cpu}
         size = block_bytes(total, settings.streams, settings.memory)
         self._streams = min(settings.streams, max(1, total // size + len(extents)))
@@ -62,30 +75,66 @@ class _Filling:
         """Bytes that still lack, of extents that are in several blocks."""
         self._changed = threading.Condition()
         self._running = self._ended = 0
-        self._stopping = False
+        self._stopping = self._left_behind = self._released = False
         self._errors: list[BaseException] = []
 
     def run(self) -> None:
         for index, extent in enumerate(self._extents):
-            if not extent.into.numel() and self._on_filled is not None:
+            if not extent.into.nbytes and self._on_filled is not None:
                 self._on_filled(index)
         try:
             for _ in range(self._streams):
                 # Daemons: a disk that hangs must not keep a process that was interrupted from ending.
                 threading.Thread(target=self._serve, name="rfork-read", daemon=True).start()
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopping or self._ended == self._streams)
+            self._wait(lambda: self._stopping or self._ended == self._streams)
+            self._stop(None)
+        except BaseException:  # what a signal raised: it waits for nothing that may hang
+            self._stop(GRACE_S)
+            raise
         finally:
             with self._changed:
-                self._stopping = True
-                # Not joined: an interrupt may have come while one was started. It ends before it begins.
-                self._changed.wait_for(lambda: self._running == 0)
-            if self._staging is not None:
-                self._staging.close()
-            if self._copier is not None:
-                self._copier.close()
+                self._left_behind = True
+            self._release()
         if self._errors:
             raise self._errors[0]
+
+    def _stop(self, longest: float | None) -> None:
+        """Begin no more reads, and wait for those under way: for ever, or for so many seconds."""
+        with self._changed:
+            self._stopping = True
+        # Not joined: an interrupt may have come while one was started. It ends before it begins.
+        if self._wait(self._is_idle, GRACE_S):
+            return
+        if longest is not None or any(isinstance(error, StorageError) for error in self._errors):
+            for blob in {id(extent.blob): extent.blob for extent in self._extents}.values():
+                blob.close()
+        self._wait(self._is_idle, longest)
+
+    def _is_idle(self) -> bool:
+        return self._running == 0
+
+    def _wait(self, done: Callable[[], bool], longest: float | None = None) -> bool:
+        """Wait until `done`, for so many seconds at most; whether it is."""
+        until = None if longest is None else time.monotonic() + longest
+        with self._changed:
+            while not done():
+                # A signal that comes just before a wait is heard only after it.
+                left = HEARD_S if until is None else until - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(min(left, HEARD_S))
+        return True
+
+    def _release(self) -> None:
+        """Give back what reads needed, once, when none is under way."""
+        with self._changed:
+            if self._running or self._released:
+                return
+            self._released = True
+        if self._staging is not None:
+            self._staging.close()
+        if self._copier is not None:
+            self._copier.close()
 
     def _serve(self) -> None:
         with self._changed:
@@ -104,6 +153,9 @@ class _Filling:
             self._running -= 1
             self._ended += 1
             self._changed.notify_all()
+            left_behind = self._left_behind
+        if left_behind:
+            self._release()
 
     def _work(self) -> None:
         landing = None
@@ -127,6 +179,8 @@ class _Filling:
             return None if self._stopping else next(self._blocks, None)
 
     def _filled(self, block: Block) -> None:
+        if self._left_behind:
+            return
         if self._progress is not None:
             with self._told:
                 self._progress(block.wanted)

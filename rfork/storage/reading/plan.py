@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,9 +20,13 @@ GAP = 64 << 10
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A run of a blob's bytes, and the memory they belong in: uint8, 1-D, contiguous, on any device."""
+class Extent(NamedTuple):
+    """A run of a blob's bytes, and the memory they belong in.
+
+    In host memory any dense tensor, whose `nbytes` bytes from `data_ptr` on are filled whatever its type and
+    shape: 20,000 views as bytes take longer than a page cache takes to give what belongs in them. On
+    another device uint8, 1-D, contiguous.
+    """
 
     blob: Blob
     offset: int
@@ -64,11 +69,18 @@ class Plan:
     def __init__(self, extents: Sequence[Extent], size: int) -> None:
         self._extents = extents
         self._size = size
-        self._offsets = [extent.offset for extent in extents]
-        self._lengths = [extent.into.numel() for extent in extents]
+        self._offsets = [offset for _, offset, _ in extents]
+        self._lengths = [into.nbytes for _, _, into in extents]
         rank: dict[int, int] = {}
-        keys = [(rank.setdefault(id(extent.blob), len(rank)), extent.offset) for extent in extents]
-        self._order = sorted(range(len(extents)), key=keys.__getitem__)
+        keys: list[tuple[int, int]] = []
+        last, turn = None, 0
+        for blob, offset, _ in extents:
+            if blob is not last:
+                last, turn = blob, rank.setdefault(id(blob), len(rank))
+            keys.append((turn, offset))
+        # Without those that have no bytes: a chain of them would bridge a gap of any length.
+        filled = [index for index, length in enumerate(self._lengths) if length]
+        self._order = sorted(filled, key=keys.__getitem__)
         self._unwanted = torch.empty(GAP, dtype=torch.uint8)
 
     def blocks(self) -> Iterator[Block]:
@@ -112,8 +124,6 @@ class Plan:
         for index in self._order[block.first : block.stop]:
             offset, length = self._offsets[index], self._lengths[index]
             end = offset + length
-            if length == 0:
-                continue
             address = self._extents[index].into.data_ptr()
             if offset < done:
                 address, length = address + done - offset, end - done
@@ -121,6 +131,8 @@ class Plan:
                 if stop > start:
                     views.append(host_view(start, stop - start))
                 start = stop = 0
+                if offset - done > self._unwanted.numel():
+                    raise ValueError(f"a gap of {offset - done} bytes within a block")
                 views.append(host_view(self._unwanted.data_ptr(), offset - done))
             if end > block.end:
                 length, end = length - (end - block.end), block.end
@@ -142,7 +154,7 @@ class Plan:
             if here < length:
                 whole.remove(index)
                 parts.append((index, here, length))
-        return [index for index in whole if self._lengths[index]], parts
+        return whole, parts
 
 
 def block_bytes(total: int, streams: int, most: int = BUFFER_BYTES) -> int:

@@ -14,6 +14,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from rfork.errors import (
     RforkError,
     SettingsError,
+    StorageCorrupt,
     StorageDenied,
     StorageError,
     StorageFull,
@@ -195,6 +196,12 @@ def failure(uri: str, error: ClientError | BotoCoreError | ValueError) -> RforkE
             return StorageError(f"{uri}: the upload was given up")
         case aws.ConnectionError() | aws.HTTPClientError():
             return StorageError(f"{uri}: {_service(error)} cannot be reached")
+        case aws.MetadataRetrievalError():
+            return StorageDenied(f"{uri}: no credentials were given: {_line(error)}", hint=CREDENTIALS_HINT)
+        case aws.FlexibleChecksumError() | aws.ChecksumError():
+            return StorageCorrupt(f"{uri}: what the service sent does not match its checksum")
+        case aws.PaginationError():
+            return StorageError(f"{uri}: the service's list makes no sense: {_line(error)}")
         case aws.ProfileNotFound():
             return SettingsError(_line(error), hint="RFORK_STORAGE_S3_PROFILE or AWS_PROFILE names it")
         case aws.ParamValidationError():

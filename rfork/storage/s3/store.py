@@ -43,15 +43,15 @@ class S3Store:
         """See `Store`."""
         return self._folder.uri
 
-    def open(self, name: str) -> Blob:
+    def open(self, name: str, *, front: int = 0) -> Blob:
         """See `Store`."""
         try:
-            return self._open(name)
+            return self._open(name, front)
         except Elsewhere:
             # As AWS's own clients do: without a region they ask the one they know first.
             self._bucket.find_region()
         try:
-            return self._open(name)
+            return self._open(name, front)
         except Elsewhere as error:
             raise StorageError(str(error), hint=error.hint) from None
 
@@ -81,14 +81,19 @@ class S3Store:
                 self._made.close()
         self._bucket.close()
 
-    def _open(self, name: str) -> RangedBlob:
+    def _open(self, name: str, front: int) -> RangedBlob:
         place = self._folder.child(name)
 
         def meaning(status: int, text: bytes) -> StorageError | None:
             return explain(place.uri, status, text)
 
         return RangedBlob.open(
-            place.uri, _Signed(self._bucket, place.path), self._pool(), self._settings, meaning
+            place.uri,
+            _Signed(self._bucket, place.path),
+            self._pool(),
+            self._settings,
+            meaning,
+            front=front,
         )
 
     def _pool(self) -> Pool:

@@ -5,6 +5,8 @@ Nothing is seen of it before it is complete; what does not get so far is removed
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -14,16 +16,23 @@ from rfork.logs import logger
 from rfork.settings import StorageSettings
 from rfork.storage.s3.errors import ConditionFailed, Conflict, Unsupported
 from rfork.storage.s3.parts import PARTS, Block, Bucket, Head, Part, buffers, part_size, whole_tag
+from rfork.storage.web.retry import Attempts
 
 log = logger(__name__)
 
 
 @contextmanager
 def writing(
-    bucket: Bucket, key: str, uri: str, settings: StorageSettings, *, replace: bool
+    bucket: Bucket,
+    key: str,
+    uri: str,
+    settings: StorageSettings,
+    *,
+    replace: bool,
+    pause: Callable[[float], None] = time.sleep,
 ) -> Iterator[Upload]:
-    """An object in the making; see `Store.write`."""
-    upload = Upload(bucket, key, uri, settings, replace=replace)
+    """An object in the making; see `Store.write`. `pause` stands still for so many seconds."""
+    upload = Upload(bucket, key, uri, settings, replace=replace, pause=pause)
     try:
         yield upload
         upload.commit()
@@ -36,9 +45,17 @@ class Upload:
     """See `Writer`. What fits into one part is written by one request, when it is committed."""
 
     def __init__(
-        self, bucket: Bucket, key: str, uri: str, settings: StorageSettings, *, replace: bool
+        self,
+        bucket: Bucket,
+        key: str,
+        uri: str,
+        settings: StorageSettings,
+        *,
+        replace: bool,
+        pause: Callable[[float], None],
     ) -> None:
         self._bucket = bucket
+        self._pause = pause
         self._key = key
         self._uri = uri
         self._settings = settings
@@ -130,21 +147,39 @@ class Upload:
         if self._replace:
             make(False)
             return
-        for _ in range(self._settings.attempts):
+        attempts = Attempts(self._settings.attempts, self._settings.timeout_s, random.random, time.monotonic)
+        while True:
             try:
                 make(True)
             except ConditionFailed:
                 self.abort()
             except Conflict:
                 # Once the other writer has made it, the next answer is that it is there.
-                continue
+                delay_s = attempts.failed(0)
+                if delay_s is not None:
+                    self._pause(delay_s)
+                    continue
+                if not self._is_there():
+                    raise StorageError(f"{self._uri}: others are writing it at the same time") from None
+                self.abort()
             except Unsupported:
                 if self._bucket.head(self._key) is None:
                     make(False)
                 else:
                     self.abort()
+            except StorageError:
+                # A conflict may have ended this upload: the service knows it no more.
+                if attempts.made == 0 or not self._is_there():
+                    raise
+                self.abort()
             return
-        raise StorageError(f"{self._uri}: others are writing it at the same time")
+
+    def _is_there(self) -> bool:
+        """Whether another writer's object is there, as far as this one may look."""
+        try:
+            return self._bucket.head(self._key) is not None
+        except StorageDenied:
+            return False
 
     def _put(self, only_new: bool) -> None:
         self._bucket.put(self._key, self._block.body(), only_new=only_new)

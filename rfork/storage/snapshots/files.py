@@ -26,7 +26,7 @@ from rfork.image.manifest import Manifest
 from rfork.image.safetensors_header import weights_id_of
 from rfork.settings import StorageSettings
 from rfork.storage import stores
-from rfork.storage.blob import Blob, Store, part
+from rfork.storage.blob import FRONT, Blob, Store, part
 from rfork.storage.location import Location
 from rfork.storage.snapshots.shared_blob import SharedBlob
 from rfork.wire import Rank
@@ -151,7 +151,7 @@ def chunks_at(folder: Location, relative: str) -> Location:
 
 def read_manifest(store: Store, name: str) -> ManifestFile:
     """The manifest of that name. Raises StorageMissing, StorageCorrupt and other StorageErrors."""
-    blob = store.open(name)
+    blob = store.open(name, front=FRONT)
     try:
         if blob.size > LONGEST_MANIFEST:
             raise StorageCorrupt(f"{blob.uri} is too long for a manifest")
@@ -212,7 +212,7 @@ def open_data(
 ) -> Blob:
     """The data that a manifest in `folder` (whose store is `store`) describes, as one safetensors file."""
     if told.chunks is None:
-        return store.open(name)
+        return store.open(name, front=told.header_bytes)
     chunks = stores.open_store(chunks_at(folder, told.chunks), settings)
     return SharedBlob(folder.child(name).uri, chunks, told.objects)
 
@@ -225,7 +225,7 @@ def open_safetensors(location: Location, settings: StorageSettings | None = None
     folder, name = location.parent, location.name + (f"?{location.query}" if location.query else "")
     with stored(folder, settings) as store:
         try:
-            return store.open(name)
+            return store.open(name, front=FRONT)
         except StorageMissing:
             try:
                 told = read_manifest(store, manifest_name(name))

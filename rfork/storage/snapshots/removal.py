@@ -9,7 +9,8 @@ from rfork.errors import StorageMissing
 from rfork.settings import StorageSettings
 from rfork.storage.location import Location
 from rfork.storage.snapshots.files import chunks_at, manifest_name, stored
-from rfork.storage.snapshots.repository import OBJECT, Found, Repository
+from rfork.storage.snapshots.found import Found
+from rfork.storage.snapshots.repository import OBJECT, Repository
 from rfork.storage.snapshots.shared_chunks import removing
 
 

@@ -21,6 +21,7 @@ from rfork.storage.blob import Store
 from rfork.storage.local.files import TEMPORARY
 from rfork.storage.location import Location
 from rfork.storage.snapshots.files import (
+    DATA_SUFFIX,
     MANIFEST_SUFFIX,
     ManifestFile,
     chunks_at,
@@ -28,43 +29,10 @@ from rfork.storage.snapshots.files import (
     read_manifest,
     stored,
 )
+from rfork.storage.snapshots.found import OWN_NAME, Found, checked, is_foreign
 from rfork.storage.snapshots.shared_chunks import NOTE_OF_REMOVAL, PENDING
 
-OWN_NAME: Final = re.compile(r"(.*/)?(model|draft)-rank-[0-9]{3,}(-ep-[0-9]{3,})?\.safetensors")
 OBJECT: Final = re.compile(r"(.*/)?(?P<two>[0-9a-f]{2})/(?P=two)[0-9a-f]{30}-[0-9]+")
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """One snapshot in `folder`. `told` is None where its manifest cannot be read.
-
-    `trouble` says what is wrong at first sight. `shared` are bytes of its objects that others found with it
-    have too.
-    """
-
-    folder: Location
-    name: str
-    told: ManifestFile | None
-    trouble: str | None = None
-    shared: int = 0
-
-    @property
-    def uri(self) -> str:
-        """Where its safetensors file lies, or would."""
-        return self.folder.child(self.name).uri
-
-    @property
-    def size(self) -> int:
-        """Bytes of that file."""
-        return self.told.header_bytes + self.told.image_bytes if self.told is not None else 0
-
-    @property
-    def objects(self) -> dict[str, int]:
-        """Path and bytes of each object that it shares or could share; none in the file form."""
-        if self.told is None or self.told.chunks is None:
-            return {}
-        within = chunks_at(self.folder, self.told.chunks).path
-        return {within + name: length for name, length in self.told.objects}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +81,8 @@ class Repository:
             if strict:
                 # A note that vanished since was of a snapshot that is there by now.
                 sizes = {entry.name: entry.size for entry in store.list()}
-            manifests = self._read(store, [name for name in sizes if name.endswith(MANIFEST_SUFFIX)], strict)
+            named = [name for name in sizes if name.endswith(DATA_SUFFIX + MANIFEST_SUFFIX)]
+            manifests = self._read(store, named, strict)
         found = [
             self._found(name.removesuffix(MANIFEST_SUFFIX), told, strict) for name, told in manifests.items()
         ]
@@ -121,7 +90,7 @@ class Repository:
         pending = frozenset(path for each in noted for path in each.objects)
         there = self._with_objects(found, sizes)
         users = Counter(path for each in found for path in each.objects)
-        snapshots = tuple(_checked(each, there, users) for each in found)
+        snapshots = tuple(checked(each, there, users) for each in found)
         leftovers = (*self._leftovers(sizes, manifests, users, pending), *_unfinished(self.folder))
         return Contents(snapshots, leftovers, pending)
 
@@ -144,7 +113,10 @@ class Repository:
         return Found(folder, last, told)
 
     def _read(self, store: Store, names: Sequence[str], strict: bool) -> dict[str, ManifestFile | str]:
-        """The manifests of these names that are still there; of a broken one what is wrong with it."""
+        """The manifests of these names that are still there; of a broken one what is wrong with it.
+
+        Other programs may call their files so: what does not say that it is one of ours is left out.
+        """
 
         def read(name: str) -> ManifestFile | str | None:
             try:
@@ -152,6 +124,8 @@ class Repository:
             except StorageMissing:
                 return None
             except StorageCorrupt as error:
+                if is_foreign(store, name, strict=strict):
+                    return None
                 if strict:
                     raise
                 return str(error)
@@ -198,12 +172,6 @@ class Repository:
                 yield Leftover(name, size, "chunk that no snapshot names")
 
 
-def found_at(folder: Location, name: str, settings: StorageSettings | None = None) -> Found:
-    """The one snapshot of that name, without listing anything. Raises as `read_manifest`."""
-    with stored(folder, settings) as store:
-        return Found(folder, name, read_manifest(store, manifest_name(name)))
-
-
 def _unfinished(folder: Location) -> Iterator[Leftover]:
     """Files that are still written, which no listing shows, or whose writer was killed."""
     if folder.scheme != "file":
@@ -218,24 +186,3 @@ def _unfinished(folder: Location) -> Iterator[Leftover]:
             yield Leftover(
                 path.relative_to(top).as_posix(), size, "file that is written now, or half-written"
             )
-
-
-def _checked(found: Found, there: Mapping[str, int], users: Mapping[str, int]) -> Found:
-    """With what the sizes alone tell, and what it shares."""
-    if found.told is None:
-        return found
-    trouble = None
-    if found.told.chunks is None:
-        size = there.get(found.folder.path + found.name)
-        if size is None:
-            trouble = "its data is missing"
-        elif size != found.size:
-            trouble = f"its data has {size} bytes instead of {found.size}"
-        return Found(found.folder, found.name, found.told, trouble)
-    objects = found.objects
-    wrong = [path for path, length in objects.items() if there.get(path) != length]
-    if wrong:
-        first = wrong[0].rpartition("/")[2]
-        trouble = f"{len(wrong)} of {len(objects)} chunks are missing or cut short, {first} first"
-    shared = sum(length for path, length in objects.items() if users[path] > 1)
-    return Found(found.folder, found.name, found.told, trouble, shared)

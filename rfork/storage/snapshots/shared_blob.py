@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from rfork.errors import StorageCorrupt, StorageError, StorageMissing
 from rfork.storage.blob import Blob, Store
-from rfork.storage.local.files import Cursor
+from rfork.storage.cursor import Cursor
 
 MOST_OPEN = 128
 """Objects held open at once: each may be a descriptor, of which a process has about a thousand."""

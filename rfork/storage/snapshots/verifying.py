@@ -16,7 +16,7 @@ from rfork.image.safetensors_header import layout_of
 from rfork.settings import StorageSettings
 from rfork.storage.location import Location
 from rfork.storage.snapshots.files import ManifestFile, SnapshotFiles, chunks_at, open_files
-from rfork.storage.snapshots.repository import Found
+from rfork.storage.snapshots.found import Found
 
 MOST_PIECE = 8 << 20
 """Bytes read at once by one thread."""

@@ -10,12 +10,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rfork import settings as options
 from rfork.errors import SettingsError, SourceChanged, StorageCorrupt, StorageMissing
-from rfork.image.digest import digest_bytes
+from rfork.image.digest import RunningDigest, digest_bytes
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.image.safetensors_header import header
@@ -32,6 +33,7 @@ from rfork.storage.snapshots.files import (
     stored,
 )
 from rfork.storage.snapshots.shared_chunks import announced, clear_away, put
+from rfork.storage.snapshots.target import check_target
 from rfork.wire import Rank
 
 PIECE_BYTES = 16 << 20
@@ -59,19 +61,22 @@ def write_snapshot(
     model: str | None = None,
     shared: bool = False,
     chunks: str = CHUNKS_BESIDE,
+    check: bool = False,
     progress: Callable[[int], None] | None = None,
     settings: StorageSettings | None = None,
 ) -> Written:
     """Write an image and its manifest to the file that `uri` names, or as the rank's in that folder.
 
     With `shared` the header and each chunk become objects in the folder `chunks` (seen from the
-    snapshot's own), so that equal ones are stored once. What was there under this name is replaced.
+    snapshot's own), so that equal ones are stored once; with `check` those that are there already are read,
+    and written again where they do not match. What was there under this name is replaced.
     `progress` is told bytes, one call at a time. Raises SourceChanged where the bytes are not those of the
     manifest any more, SettingsError for a place that cannot be written to, and StorageErrors: what lies there
     is then the snapshot before, or nothing that passes for one.
     """
     folder, name = place_of(uri, rank)
-    job = _Job(image, manifest, progress, settings or options.load(StorageSettings))
+    check_target(uri, settings)
+    job = _Job(image, manifest, check, progress, settings or options.load(StorageSettings))
     head = header(image.layout, manifest.weights_id)
     told = ManifestFile(
         model=model,
@@ -107,6 +112,7 @@ class _Job:
 
     image: Image
     manifest: Manifest
+    check: bool
     progress: Callable[[int], None] | None
     settings: StorageSettings
     written: int = 0
@@ -154,10 +160,13 @@ class _Job:
             _commit(store, name, told)
 
     def _share(self, chunks: Store, name: str, what: int | bytes) -> None:
-        """One object, a chunk or the header, unless it is there."""
+        """One object, a chunk or the header, unless it is there; where asked for, unless it is right."""
         length = len(what) if isinstance(what, bytes) else _length(self.image, what)
         size = _size(chunks, name)
-        if size != length:
+        new = size != length or (
+            self.check and _digest(chunks, name) != name.rpartition("/")[2].partition("-")[0]
+        )
+        if new:
             with chunks.write(name, replace=size is not None) as writer:
                 if isinstance(what, bytes):
                     writer.write([memoryview(what)])
@@ -166,7 +175,7 @@ class _Job:
                     self._check(what)
         elif not isinstance(what, bytes):
             self._tell(length)
-        self._account(length, written=size != length)
+        self._account(length, written=new)
 
     def _write(self, writer: Writer, chunk: int) -> None:
         begin, end = self.image.layout.chunks[chunk]
@@ -228,3 +237,18 @@ def _size(store: Store, name: str) -> int | None:
         return blob.size
     finally:
         blob.close()
+
+
+def _digest(store: Store, name: str) -> str | None:
+    """What the bytes of a blob hash to, or None where they cannot be read whole."""
+    state = RunningDigest()
+    with closing(store.open(name)) as blob:
+        buffer = memoryview(bytearray(min(PIECE_BYTES, blob.size)))
+        for low in range(0, blob.size, PIECE_BYTES):
+            piece = buffer[: min(PIECE_BYTES, blob.size - low)]
+            try:
+                blob.read(low, [piece])
+            except StorageCorrupt:
+                return None
+            state.update(piece)
+    return state.digest().hex()

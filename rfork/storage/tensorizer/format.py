@@ -20,6 +20,8 @@ from rfork.storage.tensors import StoredTensor
 MAGIC = b"|TZR|"
 HEAD = struct.Struct("<5sI32sQ8xQQ")
 """What stands before the index: magic, version, flags, bytes of tensors, their count, length of the index."""
+FRONT = HEAD.size + (256 << 10)
+"""What tensorizer leaves room for in front of the tensors."""
 END = bytes(8)
 """Where the length of one more header would be."""
 

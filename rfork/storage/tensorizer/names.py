@@ -11,11 +11,15 @@ from rfork.settings import StorageSettings
 from rfork.storage import stores
 from rfork.storage.blob import Blob, Store
 from rfork.storage.location import Location
+from rfork.storage.snapshots.files import DATA_SUFFIX, snapshot_name
+from rfork.storage.tensorizer.format import FRONT
 from rfork.wire import Rank
 
 SUFFIX = ".tensors"
 
-_template = re.compile(r"%0?\d*d")
+# Not what a URI escapes: "%20d" is a space and a letter, "%d0" a part of one.
+_template = re.compile(r"%(?:0\d)?d(?![0-9a-fA-F])")
+_of_a_rank = re.compile(r"(model|draft)-rank-\d+.*")
 _numbered = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.tensors")
 
 
@@ -28,7 +32,10 @@ def set_names(name: str, count: int) -> list[str]:
 def same_name(store: Store, name: str) -> list[str]:
     """Every file there is that ``NAME.tensors`` stands for: that one, and those of sets, whole or not."""
     base = name.removesuffix(SUFFIX)
-    names = [entry.name for entry in store.list(base)]
+    try:
+        names = [entry.name for entry in store.list(base)]
+    except StorageMissing:  # a folder that is not there yet
+        return []
     return [
         found
         for found in names
@@ -39,14 +46,29 @@ def same_name(store: Store, name: str) -> list[str]:
 def of_rank(uri: str, rank: Rank) -> str:
     """The name of a rank's file, where `uri` is a template as ``model-rank-%03d.tensors``; else `uri`.
 
-    The number is ``pp * tp_size + tp``. Raises SettingsError for a template of anything else.
+    The number is ``pp * tp_size + tp``, followed by ``-ep-%03d`` where a snapshot's is (see `snapshot_name`).
+    Raises SettingsError for more than one number, and for a draft's rank where the name says no ``draft``.
     """
     head, slash, name = uri.rpartition("/")
-    if not name.endswith(SUFFIX) or not (found := _template.findall(name)):
+    if not is_template(uri):
         return uri
+    found = _template.findall(name)
     if len(found) != 1:
         raise SettingsError(f"{name!r} has more than one place for the number of the rank")
-    return head + slash + name.replace(found[0], found[0] % (rank.pp * rank.tp_size + rank.tp))
+    if rank.role != "target" and rank.role not in name:
+        raise SettingsError(
+            f"{name!r} names files of the model itself, and the rank is a {rank.role}'s",
+            hint=f"a name with {rank.role!r} in it, as {rank.role}-rank-%03d{SUFFIX}",
+        )
+    expert = snapshot_name(rank).removesuffix(DATA_SUFFIX).partition("-ep-")
+    number = found[0] % (rank.pp * rank.tp_size + rank.tp) + expert[1] + expert[2]
+    return head + slash + name.replace(found[0], number)
+
+
+def is_template(uri: str) -> bool:
+    """Whether a URI names a file of each rank: ``….tensors`` or ``….safetensors``, with ``%03d`` in it."""
+    name = uri.rpartition("/")[2]
+    return name.endswith((SUFFIX, DATA_SUFFIX)) and _template.search(name) is not None
 
 
 def opened_files(uri: str, settings: StorageSettings, held: ExitStack) -> list[Blob]:
@@ -57,7 +79,7 @@ def opened_files(uri: str, settings: StorageSettings, held: ExitStack) -> list[B
     may be either.
 
     Raises StorageMissing where nothing is there, or a file of a set is not; CheckpointError where a folder
-    holds more than one.
+    holds more than one, or files of ranks.
     """
     location = Location.parse(uri)
     asked = location.name + (f"?{location.query}" if location.query else "")
@@ -87,7 +109,7 @@ def opened_files(uri: str, settings: StorageSettings, held: ExitStack) -> list[B
 def _opened(store: Store, names: Sequence[str], held: ExitStack) -> list[Blob]:
     blobs: list[Blob] = []
     for name in names:
-        blob = store.open(name)
+        blob = store.open(name, front=FRONT)
         held.callback(blob.close)
         blobs.append(blob)
     return blobs
@@ -95,6 +117,12 @@ def _opened(store: Store, names: Sequence[str], held: ExitStack) -> list[Blob]:
 
 def _in_folder(store: Store) -> list[str]:
     names = [entry.name for entry in store.list() if entry.name.endswith(SUFFIX) and "/" not in entry.name]
+    if ranks := [name for name in names if _of_a_rank.fullmatch(name)]:
+        # That of the rank asked for would have been named: another's has other weights.
+        raise CheckpointError(
+            f"{store.uri} holds {ranks[0]} ({len(ranks)} such), but none of the rank asked for",
+            hint="name the rank, or one of these files",
+        )
     single = [[name] for name in names if not _numbered.fullmatch(name)]
     found = single + _sets(store, "", names)
     if not found:

@@ -21,7 +21,7 @@ from rfork.storage.formats.blocks import bytes_of
 from rfork.storage.location import Location
 from rfork.storage.reading.ahead import groups_of, read_ahead
 from rfork.storage.tensorizer.crypt import Opener, Secret
-from rfork.storage.tensorizer.format import HEAD
+from rfork.storage.tensorizer.format import FRONT
 from rfork.storage.tensorizer.index import index_length, read_index
 from rfork.storage.tensorizer.names import of_rank, opened_files
 from rfork.storage.tensorizer.reading import Read, Stored, read_checked
@@ -30,8 +30,6 @@ from rfork.wire import Rank
 
 ALIGNMENT = 64
 """Of tensors that share an allocation."""
-FRONT = HEAD.size + (256 << 10)
-"""What tensorizer leaves room for in front of the tensors."""
 
 
 class TensorizerSource:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from rfork import settings as options
-from rfork.errors import CheckpointError, UnsupportedTensor
+from rfork.errors import CheckpointError, StorageDenied, UnsupportedTensor
 from rfork.image.capture import image_of
 from rfork.image.host_memory import host_view
 from rfork.settings import StorageSettings
@@ -27,6 +27,7 @@ from rfork.storage import stores
 from rfork.storage.blob import Store
 from rfork.storage.location import Location
 from rfork.storage.modules.saved import Saved
+from rfork.storage.snapshots.shared_chunks import clear_away
 from rfork.storage.tensorizer.crypt import Secret, SecretLock
 from rfork.storage.tensorizer.format import END, LONG_DIMENSION, Kind, TensorEntry, type_name
 from rfork.storage.tensorizer.header import Lock, header_size, write_header
@@ -37,6 +38,8 @@ from rfork.storage.tensors import StoredTensor
 LONGEST_NAME = 65535
 MOST_THREADS = 8
 """That hash and encrypt; each takes 1.2 GB/s."""
+GROUP_BYTES = 4 << 20
+"""Of small tensors that are hashed by one thread in one go, and written by one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,8 @@ def write_tensors(
 
     Tied tensors are written under each of their names, those with gaps without the gaps. They must not change
     meanwhile. `key` (32 bytes) or `password` encrypts; `max_file_bytes` makes a numbered set of files.
-    `progress` is told the bytes of each tensor written. Nothing is seen at `uri` before all of it is there.
+    `progress` is told the bytes of each tensor written. Nothing is seen at `uri` before all of it is there;
+    what was there is replaced by then, but a set of as many files, which is removed before.
 
     Raises UnsupportedTensor, CheckpointError (there are none) and StorageError kinds.
     """
@@ -119,27 +123,37 @@ def write_stream(
     location = Location.parse(uri)
     files = _files(outlines, max_file_bytes)
     names = [location.name] if len(files) == 1 else set_names(location.name, len(files))
+    entries = [_entries(file, lock) for file in files]
     with closing(stores.open_store(location.parent, settings)) as store:
+        # Looked at before hours of writing; who may not list knows nothing of other names.
+        old = _before(store, location.name)
+        if len(names) > 1:
+            # Of a set of as many files: new ones and old ones would read as one.
+            for name in names:
+                store.remove(name)
         kept: list[str] = []
         try:
-            for name, file in zip(names, files, strict=True):
+            for name, file in zip(names, entries, strict=True):
                 kept.append(name)
                 _write(store, name, file, tensors, lock, settings, progress)
         except BaseException:
             # A set that lacks a file is none; the file under way is not there anyhow.
             for name in kept[:-1]:
-                store.remove(name)
+                clear_away(store, name)
             raise
-        _forget_others(store, location.name, names)
+        # What stood for this name before: the file would hide the set, or one set the other.
+        for name in old:
+            if name not in names:
+                store.remove(name)
     nbytes = sum(outline.spec.nbytes for outline in outlines)
     return Saved(location.uri, len(outlines), nbytes, time.monotonic() - began)
 
 
-def _forget_others(store: Store, name: str, written: Sequence[str]) -> None:
-    """Remove what stood for this name before: the file would hide the set, or one set the other."""
-    for other in same_name(store, name):
-        if other not in written:
-            store.remove(other)
+def _before(store: Store, name: str) -> list[str]:
+    try:
+        return same_name(store, name)
+    except StorageDenied:
+        return []
 
 
 def _files(outlines: Sequence[Outline], most: int | None) -> list[list[Outline]]:
@@ -158,44 +172,69 @@ def _files(outlines: Sequence[Outline], most: int | None) -> list[list[Outline]]
 def _write(
     store: Store,
     name: str,
-    outlines: Sequence[Outline],
+    entries: Sequence[TensorEntry],
     tensors: Iterator[torch.Tensor],
     lock: Lock | None,
     settings: StorageSettings,
     progress: Callable[[int], None] | None,
 ) -> None:
-    entries = _entries(outlines, lock)
     with store.write(name) as writer:
         writer.write([memoryview(write_index(entries, encrypted=lock is not None))])
-        for header, memory in _prepared(entries, tensors, lock, settings.memory):
-            data = _view(memory)
-            writer.write([memoryview(header), data])
+        for group in _prepared(entries, tensors, lock, settings.memory):
+            views = [_view(memory) for _, memory in group]
+            headers = (memoryview(header) for header, _ in group)
+            writer.write([view for pair in zip(headers, views, strict=True) for view in pair])
             if progress is not None:
-                progress(data.nbytes)
+                progress(sum(view.nbytes for view in views))
         writer.write([memoryview(END)])
 
 
 def _prepared(
     entries: Iterable[TensorEntry], tensors: Iterator[torch.Tensor], lock: Lock | None, most: int
-) -> Iterator[tuple[bytes, torch.Tensor]]:
-    """Headers and bytes, in order; those of the next tensors are made while one is written."""
-    waiting: deque[tuple[int, Future[tuple[bytes, torch.Tensor]]]] = deque()
+) -> Iterator[list[tuple[bytes, torch.Tensor]]]:
+    """Headers and bytes, in order; those of the next tensors are made while others are written."""
+    waiting: deque[tuple[int, Future[list[tuple[bytes, torch.Tensor]]]]] = deque()
     held = 0
     threads = min(MOST_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, thread_name_prefix="rfork-hash") as pool:
-        for entry in entries:
-            tensor = next(tensors, None)
-            if tensor is None or (tuple(tensor.shape), tensor.dtype) != (entry.spec.shape, entry.spec.dtype):
-                raise ValueError(f"what came for {entry.name} is not what was promised")
-            while waiting and held + entry.length > most:
+        for group in _groups(entries):
+            came = [_promised(entry, next(tensors, None)) for entry in group]
+            nbytes = sum(entry.length for entry in group)
+            while waiting and held + nbytes > most:
                 length, future = waiting.popleft()
                 held -= length
                 yield future.result()
-            held += entry.length
-            waiting.append((entry.length, pool.submit(_prepare, entry, tensor, lock)))
-            del tensor
+            held += nbytes
+            waiting.append((nbytes, pool.submit(_prepare_all, group, came, lock)))
+            del came
         for _, future in waiting:
             yield future.result()
+
+
+def _groups(entries: Iterable[TensorEntry]) -> Iterator[list[TensorEntry]]:
+    """Small tensors that follow one another together; a large one by itself."""
+    group: list[TensorEntry] = []
+    held = 0
+    for entry in entries:
+        if group and held + entry.length > GROUP_BYTES:
+            yield group
+            group, held = [], 0
+        group.append(entry)
+        held += entry.length
+    if group:
+        yield group
+
+
+def _promised(entry: TensorEntry, tensor: torch.Tensor | None) -> torch.Tensor:
+    if tensor is None or (tuple(tensor.shape), tensor.dtype) != (entry.spec.shape, entry.spec.dtype):
+        raise ValueError(f"what came for {entry.name} is not what was promised")
+    return tensor
+
+
+def _prepare_all(
+    entries: Sequence[TensorEntry], tensors: Sequence[torch.Tensor], lock: Lock | None
+) -> list[tuple[bytes, torch.Tensor]]:
+    return [_prepare(entry, tensor, lock) for entry, tensor in zip(entries, tensors, strict=True)]
 
 
 def _prepare(entry: TensorEntry, tensor: torch.Tensor, lock: Lock | None) -> tuple[bytes, torch.Tensor]:

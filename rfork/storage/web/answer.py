@@ -62,10 +62,14 @@ class Identity:
                 )
 
 
-def opened(uri: str, head: ResponseHead) -> Identity:
-    """The object, by the answer to a request for its first byte. Raises StorageError kinds or Passing."""
+def opened(uri: str, head: ResponseHead, most: int = 1) -> Identity:
+    """The object, by the answer to a request for its first `most` bytes, or all where it has fewer.
+
+    Raises StorageError kinds or Passing.
+    """
     if head.status == 206:
-        _, _, size = _part(uri, head, 0, 1)
+        size = _given(uri, head)[2]
+        _part(uri, head, 0, most if size is None else min(size, most))
         if size is None:
             raise StorageError(f"{uri}: the server does not say how large it is")
         return Identity.of(head.fields, size)
@@ -83,7 +87,7 @@ def check_part(uri: str, head: ResponseHead, identity: Identity, begin: int, end
         raise StorageChanged(f"{uri} was replaced while it was read")
     if head.status != 206:
         raise _unusable(uri, head)
-    _, _, size = _part(uri, head, begin, end)
+    size = _part(uri, head, begin, end)
     identity.check(uri, Identity.of(head.fields, identity.size if size is None else size))
 
 
@@ -110,12 +114,18 @@ def status_line(status: int) -> str:
         return str(status)
 
 
-def _part(uri: str, head: ResponseHead, begin: int, end: int) -> tuple[int, int, int | None]:
-    fields = head.fields
+def _given(uri: str, head: ResponseHead) -> tuple[int, int, int | None]:
+    """Begin and end of what an answer says its body is, and the object's size where it tells that."""
     try:
-        got_begin, got_end, size = content_range(fields.get("content-range", ""))
+        return content_range(head.fields.get("content-range", ""))
     except ValueError as error:
         raise StorageError(f"{uri}: {error}") from None
+
+
+def _part(uri: str, head: ResponseHead, begin: int, end: int) -> int | None:
+    """The object's size, where it is told. Raises StorageError kinds unless the body is `[begin, end)`."""
+    fields = head.fields
+    got_begin, got_end, size = _given(uri, head)
     if (got_begin, got_end) != (begin, end):
         asked = f"where [{begin}, {end}) were asked for"
         if size is not None and size < end and got_begin == begin:
@@ -125,7 +135,7 @@ def _part(uri: str, head: ResponseHead, begin: int, end: int) -> tuple[int, int,
         raise StorageError(f"{uri}: the server does not say that its answer has {end - begin} bytes")
     if fields.get("content-encoding", "identity") != "identity":
         raise StorageError(f"{uri}: the server sends it encoded as {fields['content-encoding'][:40]}")
-    return got_begin, got_end, size
+    return size
 
 
 def _unusable(uri: str, head: ResponseHead) -> StorageError:

@@ -17,8 +17,10 @@ from rfork.errors import StorageError
 from rfork.logs import logger
 from rfork.settings import StorageSettings
 from rfork.storage.web.answer import Explain, Identity, check_part, opened
-from rfork.storage.web.exchange import Patience, Resource
-from rfork.storage.web.pool import Ended, Leg, Pool
+from rfork.storage.web.dialling import Ended, Leg
+from rfork.storage.web.exchange import Resource
+from rfork.storage.web.patience import Patience
+from rfork.storage.web.pool import Pool
 from rfork.storage.web.race import Race
 from rfork.storage.web.request import Request, Sign
 from rfork.storage.web.retry import Attempts, Passing
@@ -52,6 +54,7 @@ class RangedBlob:
         self._pool = pool
         self._settings = settings
         self._identity = identity
+        self._front = b""
         self._lock = threading.Lock()
         self._legs: set[Leg] = set()
         self._closed = False
@@ -65,15 +68,17 @@ class RangedBlob:
         pool: Pool,
         settings: StorageSettings,
         explain: Explain | None = None,
+        *,
+        front: int = 0,
     ) -> RangedBlob:
-        """Ask for the first byte, and learn by it which object this is and how large.
+        """Ask for the first `front` bytes, one at least, and learn which object this is and how large.
 
         `explain` may know better than the status what a refusal means. Raises StorageMissing, StorageDenied
         or another StorageError.
         """
         blob = cls(uri, sign, pool, settings, Identity(0, "", ""), explain)
         try:
-            blob._identity = blob._first()
+            blob._identity = blob._first(front)
         except BaseException:
             blob.close()
             raise
@@ -101,6 +106,7 @@ class RangedBlob:
         if offset < 0 or offset + whole > self.size:
             raise StorageError(f"{self._uri} has {self.size} bytes, not [{offset}, {offset + whole})")
         self._check_open()
+        cursor.put(self._front[offset : offset + whole])
         while cursor.left:
             self._read_range(cursor, offset, min(cursor.done + REQUEST_BYTES, whole))
 
@@ -115,23 +121,26 @@ class RangedBlob:
             leg.end()
         self._pool.leave()
 
-    def _first(self) -> Identity:
-        """Ask for the first byte. Raises StorageError kinds."""
-        attempts = Attempts(self._settings.attempts, random.random)
+    def _first(self, front: int) -> Identity:
+        """Ask for the first bytes, and keep them. Raises StorageError kinds."""
+        most = max(1, front)
+        attempts = self._attempts()
         while True:
             with self._leg() as leg:
                 try:
-                    with self._resource.get({"Range": "bytes=0-0"}, leg, self._patience) as reply:
-                        identity = opened(self._uri, reply.head)
-                        if identity.size:
-                            reply.fill(Cursor([memoryview(bytearray(1))]), 1)
+                    with self._resource.get({"Range": f"bytes=0-{most - 1}"}, leg, self._patience) as reply:
+                        identity = opened(self._uri, reply.head, most)
+                        came = bytearray(min(identity.size, most))
+                        if came:
+                            reply.fill(Cursor([memoryview(came)]), len(came))
+                        self._front = bytes(came) if front else b""
                         return identity
                 except (Ended, Passing, OSError) as error:
                     self._back_off(attempts, 0, error, leg, "its first byte")
 
     def _read_range(self, cursor: Cursor, offset: int, until: int) -> None:
         """Fill the cursor, which began at byte `offset`, until it has `until` bytes."""
-        attempts = Attempts(self._settings.attempts, random.random)
+        attempts = self._attempts()
         what = f"bytes [{offset + cursor.done}, {offset + until})"
         while cursor.done < until:
             before = cursor.done
@@ -192,6 +201,9 @@ class RangedBlob:
         log.debug("asking again", source=self._uri, what=what, because=str(cause), wait_s=round(delay_s, 2))
         leg.wait(delay_s)
         self._check_open()
+
+    def _attempts(self) -> Attempts:
+        return Attempts(self._settings.attempts, self._settings.timeout_s, random.random, time.monotonic)
 
     def _patience(self) -> Patience:
         return Patience(self._settings.timeout_s)

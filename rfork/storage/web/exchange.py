@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +10,9 @@ from typing import Final
 
 from rfork.errors import StorageError
 from rfork.storage.web.answer import REDIRECTS, Explain, refusal
-from rfork.storage.web.pool import Connection, Leg, Pool
+from rfork.storage.web.dialling import Leg
+from rfork.storage.web.patience import Patience
+from rfork.storage.web.pool import Connection, Pool
 from rfork.storage.web.request import Request, Sign
 from rfork.storage.web.retry import Passing
 from rfork.transport.http.heads import BadHead, ResponseHead, keeps_alive, parse_response
@@ -21,40 +22,6 @@ LARGEST_HEAD: Final = 64 << 10
 LARGEST_TEXT: Final = 16 << 10
 """Bytes of a refusal's text that are read, to be explained."""
 MOST_REDIRECTS: Final = 5
-
-
-class Patience:
-    """How long to wait for the next byte, and what to do once the whole takes long.
-
-    `late` is called `due_s` after the request was sent, and says after how many seconds to call it again.
-    """
-
-    def __init__(
-        self, timeout_s: float, due_s: float | None = None, late: Callable[[], float | None] | None = None
-    ) -> None:
-        self._timeout_s = timeout_s
-        self._late = late
-        self.began = self._last = time.monotonic()
-        self._due = self.began + due_s if due_s is not None and late is not None else None
-
-    def left(self) -> float:
-        """Seconds the next step may take. Raises Passing when there are none."""
-        now = time.monotonic()
-        if now - self._last >= self._timeout_s:
-            raise Passing(f"sent nothing for {self._timeout_s:g} s")
-        # A receive that times out with some bytes does not tell when they came: so ask often enough.
-        step = min(self._timeout_s / 4, self._last + self._timeout_s - now)
-        if self._due is not None and self._late is not None:
-            if now >= self._due:
-                again_s = self._late()
-                self._due = now + again_s if again_s is not None else None
-            if self._due is not None:
-                step = min(step, self._due - now)
-        return max(step, 0.001)
-
-    def renew(self) -> None:
-        """Say that bytes came."""
-        self._last = time.monotonic()
 
 
 @dataclass(slots=True)
@@ -73,6 +40,7 @@ class Reply:
             raise Passing("sent more than it was asked for")
         cursor.put(self.came)
         left = count - len(self.came)
+        self.patience.renew()
         while left:
             try:
                 received = self.stream.receive_into(cursor, left, self.patience.left())
@@ -80,7 +48,7 @@ class Reply:
                 continue  # `left` says when it has been too long
             if not received:
                 raise Passing(f"ended its answer {left} bytes early")
-            self.patience.renew()
+            self.patience.came_of_body(received)
             left -= received
         self.read = True
 
@@ -166,6 +134,9 @@ class Resource:
         try:
             with leg.holding(connection.stream):
                 yield reply
+        except (Passing, OSError):
+            self._distrust(connection, leg)
+            raise
         finally:
             usable = reply.read and keeps_alive(reply.head) and not leg.ended
             self._pool.give_back(connection, usable=usable)
@@ -183,10 +154,13 @@ class Resource:
         try:
             return connection, self._sent(connection, head, leg, patience())
         except OSError:
+            self._distrust(connection, leg)
             self._pool.give_back(connection, usable=False)
             if not connection.kept or leg.ended:
                 raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Passing):
+                self._distrust(connection, leg)
             self._pool.give_back(connection, usable=False)
             raise
         # Servers end connections that were idle; that is no failure of theirs.
@@ -196,6 +170,11 @@ class Resource:
         except BaseException:
             self._pool.give_back(connection, usable=False)
             raise
+
+    def _distrust(self, connection: Connection, leg: Leg) -> None:
+        """Where one that was kept fails by itself, others kept as long may be dead as well."""
+        if connection.kept and not leg.ended:
+            self._pool.drop_idle(connection.origin)
 
     def _taken(self, request: Request, leg: Leg, *, fresh: bool, extra: bool) -> Connection:
         origin = request.origin
@@ -247,5 +226,5 @@ def _receive(stream: Stream, most: int, patience: Patience) -> bytes:
             data = stream.receive(most, patience.left())
         except TimeoutError:
             continue  # `left` says when it has been too long
-        patience.renew()
+        patience.came(len(data))
         return data

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from rfork.errors import RforkError
 from rfork.logs import logger
+from rfork.storage.web.dialling import Ended, Leg
 from rfork.storage.web.hedge import SOONEST_S, Hedges
-from rfork.storage.web.pool import Ended, Leg
 from rfork.storage.web.retry import Passing
 from rfork.transport.http.stream import Cursor
 
@@ -51,9 +51,15 @@ class Race:
         begin = self._offset + self._cursor.done
         if not self._hedges.begin(self._end - begin):
             return SOONEST_S
-        self._begin, self._scratch = begin, bytearray(self._end - begin)
-        self._thread = threading.Thread(target=self._run, name="rfork-hedge", daemon=True)
-        self._thread.start()
+        try:
+            self._begin, self._scratch = begin, bytearray(self._end - begin)
+            thread = threading.Thread(target=self._run, name="rfork-hedge", daemon=True)
+            thread.start()
+        except (MemoryError, RuntimeError) as error:  # RuntimeError: the system gives no further thread
+            self._hedges.end(self._end - begin)
+            log.debug("no second request", because=str(error))
+            return SOONEST_S
+        self._thread = thread
         return None
 
     def settle(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urljoin, urlsplit
 
 from rfork.errors import StorageError
+from rfork.storage.location import shown
 
 _VISIBLE = re.compile(r"[\x21-\x7e]+")
 _FIELD = re.compile(r"[\t\x20-\x7e]*")
@@ -34,8 +35,8 @@ class Request:
 
     @property
     def shown(self) -> str:
-        """The URL as errors say it: without its query."""
-        return self.url.partition("?")[0].partition("#")[0]
+        """The URL as errors say it: without its query, or a password."""
+        return shown(self.url)
 
     @property
     def origin(self) -> Origin:
@@ -43,8 +44,8 @@ class Request:
         try:
             parts = urlsplit(self.url)
             port = parts.port
-        except ValueError as error:
-            raise StorageError(f"{self.shown!r} cannot be asked for: {error}") from None
+        except ValueError:  # whose words may hold what is secret
+            raise StorageError(f"{self.shown!r} cannot be asked for: it is no URL") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
             raise StorageError(f"{self.shown!r} cannot be asked for: it is no plain http or https URL")
         secure = parts.scheme == "https"
@@ -76,7 +77,10 @@ class Request:
 
         Raises StorageError where it leads from https to http, or nowhere.
         """
-        target = Request(urljoin(self.url, location).partition("#")[0])
+        try:
+            target = Request(urljoin(self.url, location).partition("#")[0])
+        except ValueError:
+            raise StorageError(f"{self.shown} redirects to what is no URL") from None
         if self.origin.secure and not target.origin.secure:
             raise StorageError(f"{self.shown} redirects from https to http, which is not followed")
         return Request(target.url, self.headers) if target.origin == self.origin else target

@@ -1,4 +1,4 @@
-"""How often a request is sent again, and how long to wait before: without threads, clocks or sockets."""
+"""How often a request is sent again, and how long to wait before: without threads or sockets."""
 
 from __future__ import annotations
 
@@ -30,22 +30,37 @@ class Passing(Exception):
 
 
 class Attempts:
-    """The attempts at one range; exponential backoff with full jitter (`random` gives [0, 1))."""
+    """The attempts at one range: given up after so many in vain, and not before so many seconds of that.
 
-    def __init__(self, most: int, random: Callable[[], float]) -> None:
-        self._most = most
+    A server that starts again, or that puts its clients off, does so for longer than a few quick attempts
+    take. The waits grow exponentially, each with jitter over its upper half (`random` gives [0, 1)).
+    """
+
+    def __init__(
+        self, least: int, least_s: float, random: Callable[[], float], clock: Callable[[], float]
+    ) -> None:
+        self._least = least
+        self._least_s = least_s
         self._random = random
+        self._clock = clock
         self._in_vain = 0
+        self._progress = clock()
         self.made = 0
 
     def failed(self, brought: int, after_s: float = 0.0) -> float | None:
         """One more failed, having brought so many bytes: seconds to wait, or None when it was the last."""
         self.made += 1
-        self._in_vain = 1 if brought >= PROGRESS else self._in_vain + 1
-        if self._in_vain >= self._most:
-            return None
-        jitter = self._random() * min(LONGEST_S, FIRST_S * 2.0 ** (self._in_vain - 1))
-        return max(jitter, min(after_s, LONGEST_ASKED_S))
+        self._in_vain += 1
+        now = self._clock()
+        if brought >= PROGRESS:
+            self._in_vain, self._progress = 1, now
+        wait_s = (0.5 + self._random() / 2) * min(LONGEST_S, FIRST_S * 2.0 ** min(self._in_vain - 1, 30))
+        if self._in_vain >= self._least:
+            left_s = self._progress + self._least_s - now
+            if left_s <= 0:
+                return None
+            wait_s = min(wait_s, left_s)
+        return max(wait_s, min(after_s, LONGEST_ASKED_S))
 
 
 def retry_after(value: str, now: datetime) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from urllib.parse import quote
 
 from rfork.errors import SettingsError
 from rfork.settings import StorageSettings
@@ -26,14 +25,17 @@ class WebStore:
         """See `Store`."""
         return self._folder.uri
 
-    def open(self, name: str) -> Blob:
-        """See `Store`. A `name` may carry the ``?query`` of a presigned URL, which no error will show."""
+    def open(self, name: str, *, front: int = 0) -> Blob:
+        """See `Store`. A `name` may carry the ``?query`` of a presigned URL, which no error will show.
+
+        What is quoted in a name (``%2F``) is asked for as it is written.
+        """
         path, mark, query = name.partition("?")
-        uri = f"{self._folder.uri}{quote(path)}"
+        uri = self._folder.child(path).uri
         token = self._settings.http_token
         headers = {"Authorization": f"Bearer {token.get_secret_value()}"} if token is not None else {}
         request = Request(f"{uri}{mark}{query}", headers)
-        return RangedBlob.open(uri, lambda: request, self._pool, self._settings)
+        return RangedBlob.open(uri, lambda: request, self._pool, self._settings, front=front)
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """A web server cannot be listed: raises SettingsError."""

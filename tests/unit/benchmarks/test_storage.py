@@ -124,6 +124,16 @@ def test_a_limit_of_one_destination_counts_for_that_one() -> None:
     assert 0.25 == figures(results)["storage_warm_vs_medium"]
 
 
+def test_of_two_limits_the_better_is_the_medium() -> None:
+    """Or a slow reader would be what the disk allows, and a figure above 1."""
+    results = [
+        result("limit: O_DIRECT, huge pages", 0.5, role="limit", into="none"),
+        result("limit: fio", 1.0, role="limit", into="none"),
+    ]
+    assert {"fresh": 8 * GB, "existing": 8 * GB} == limits_of(results, "cold")
+    assert {"fresh": 8 * GB, "existing": 8 * GB} == limits_of(results[::-1], "cold")
+
+
 def test_media_other_than_the_cold_disk_have_figures_of_their_own() -> None:
     """Named after the medium."""
     results = [
@@ -134,7 +144,7 @@ def test_media_other_than_the_cold_disk_have_figures_of_their_own() -> None:
 
 
 def test_notes_name_the_rows() -> None:
-    """Which row is the worst, all that are behind a peer, and who took the most memory."""
+    """Which row is the worst, all that are behind a peer, who took the most memory, and who could not run."""
     results = [
         result("rfork", 1.0, role="ours", over=2),
         result("peer", 0.5),
@@ -142,12 +152,14 @@ def test_notes_name_the_rows() -> None:
         result("peer", 0.9, into="existing"),
         result("rfork", 1.0, role="ours", medium="s3"),
         result("peer", 3.0, medium="s3"),
+        result("picky peer", note="it only takes CUDA"),
     ]
     behind = "dense cold fresh: rfork / peer: 0.500; dense cold existing: rfork / peer: 0.900"
     expected = {
         "storage_vs_best_peer_worst_row": "dense cold fresh: rfork / peer: 0.500",
         "storage_vs_best_peer_rows_behind": behind,
         "storage_peak_rss_over_row": "dense cold fresh: rfork",
+        "not run: dense cold fresh: picky peer": "it only takes CUDA",
     }
     assert expected == notes(results)
 
@@ -160,15 +172,16 @@ def test_a_row_of_the_table() -> None:
         "into": "fresh",
         "contender": "peer",
         "GB/s": 2.0,
-        "seconds": 2.0,
+        "s": 2.0,
         "CPU s": 1.0,
-        "over image, MiB": 5,
+        "+MiB": 5,
         "spread": 0.5,
+        "runs": 3,
     }
     assert expected == row(result("peer", 2.0, 1.5, 2.5, over=5 * MIB))
 
 
-def test_who_could_not_run_has_a_row_that_says_why() -> None:
-    """And no figures."""
-    shown = row(result("peer", note="it only takes CUDA"))
-    assert ("it only takes CUDA", None, None) == (shown["note"], shown["GB/s"], shown["seconds"])
+def test_a_limit_has_neither_memory_nor_processor_time() -> None:
+    """It loads no tensors, in no process that is measured."""
+    shown = row(result("limit: fio", 2.0, role="limit", into="none"))
+    assert ("", None, None) == (shown["into"], shown["CPU s"], shown["+MiB"])

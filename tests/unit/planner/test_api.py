@@ -347,6 +347,7 @@ def test_a_page_that_cannot_be_is_refused(web: httpx.Client, path: str, query: s
 def test_models_tell_what_came_from_storage_and_what_was_forked(planner: PlannerClient) -> None:
     """Bytes of the forks that ended, by the kind of their sources; alike in each row of the rank."""
     planner.report(whole("s"))
+    planner.report(report("idle"))
     planner.ask(ask("a"))
     planner.finish(
         "fork-a",

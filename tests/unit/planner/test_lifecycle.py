@@ -152,7 +152,7 @@ async def test_the_last_seed_is_not_drained_without_force(registry: Registry) ->
     with pytest.raises(ProblemError) as refused:
         await registry.drain("s")
     drained = await registry.drain("s", force=True)
-    await registry.finish("fork-a", FORKED)
+    await registry.finish("fork-a", FORKED.model_copy(update={"outcome": "failed"}))
     assert (409, "last-seed", "draining") == (refused.value.status, refused.value.slug, drained.source.state)
     assert not (await registry.may_exit("s")).may_exit
 

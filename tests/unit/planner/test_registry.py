@@ -310,3 +310,12 @@ def test_a_fork_that_has_ended_is_over(planner: PlannerClient) -> None:
         with pytest.raises(PlannerRefused) as refused:
             call()
         assert (409, "fork-ended") == (refused.value.status, refused.value.problem)
+
+
+def test_who_has_forked_is_a_source_before_its_next_report(planner: PlannerClient) -> None:
+    """A newcomer that asks right after a fork has ended reads from it, and not from storage again."""
+    planner.report(whole("s", max_readers=1))
+    planner.ask(ask("a"))
+    planner.finish("fork-a", FORKED)
+    planner.report(whole("s", max_readers=0))
+    assert ["a"] == sources(planner.ask(ask("b")))

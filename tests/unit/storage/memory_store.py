@@ -52,7 +52,7 @@ class MemoryStore:
         self.blobs: list[MemoryBlob] = []
         self._unlisted = unlisted
 
-    def open(self, name: str) -> MemoryBlob:
+    def open(self, name: str, *, front: int = 0) -> MemoryBlob:
         if name not in self.files:
             raise StorageMissing(f"{self.uri}{name} is not there")
         blob = MemoryBlob(self.uri + name, self.files[name])

@@ -26,6 +26,16 @@ def test_what_came_or_was_raised() -> None:
     assert [] == undone
 
 
+def test_whatever_a_call_raises_ends_the_wait() -> None:
+    """An exit, or an interrupt, of what is called is raised where its result is waited for."""
+
+    def leave() -> int:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        Attempt("left", leave, lambda result: None).result(time.monotonic() + NEVER_S)
+
+
 def test_what_comes_too_late_is_undone() -> None:
     """Nobody waits any more: what was opened is closed again."""
     go_on, undone = threading.Event(), threading.Event()

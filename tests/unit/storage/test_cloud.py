@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from datetime import timedelta
 
 import pytest
 
@@ -35,7 +36,7 @@ SETTINGS = StorageSettings(memory=16 * MIB)  # parts of 2 MiB
 def store(monkeypatch: pytest.MonkeyPatch) -> CloudStore:
     """A store of gs://models/llama/, in memory."""
     memory = MemoryStore()
-    monkeypatch.setattr(cloud, "_connect", lambda folder, settings: memory)
+    monkeypatch.setattr(cloud, "_connect", lambda folder, settings, *, retries: memory)
     return CloudStore(Location.parse("gs://models/llama"), SETTINGS)
 
 
@@ -124,6 +125,60 @@ def test_a_name_that_is_not_there(store: CloudStore) -> None:
         store.open("nothing")
 
 
+def test_a_removal_that_breaks_off(store: CloudStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails below obstore is an error of storage too."""
+
+    def delete(*given: object) -> None:
+        raise OSError("the connection broke")
+
+    monkeypatch.setattr("rfork.storage.cloud.store.obstore.delete", delete)
+    with pytest.raises(StorageError, match=r"^gs://models/llama/blob: the connection broke$"):
+        store.remove("blob")
+
+
+class Panic(BaseException):
+    """As obstore's panics are: no Exception."""
+
+
+def test_a_panic_of_obstores_is_no_commit(store: CloudStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload whose thread ends in whatever way before it is made is an error, and makes nothing."""
+
+    def put(*given: object, **named: object) -> None:
+        raise Panic("index out of bounds")
+
+    monkeypatch.setattr("rfork.storage.cloud.upload.obstore.put", put)
+    with pytest.raises(StorageError, match=r"^gs://models/llama/blob: index out of bounds$"):
+        _put(store, "blob", bytes(9 * MIB))
+    assert [] == list(store.list())
+
+
+def test_reads_are_asked_for_again_here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client of reads makes one request for each, in the time that its bytes may take at most."""
+    made: list[tuple[int, float]] = []
+
+    def from_url(url: str, client_options: dict[str, timedelta], retry_config: dict[str, int]) -> MemoryStore:
+        made.append((retry_config["max_retries"], client_options["timeout"].total_seconds()))
+        return memory
+
+    memory = MemoryStore()
+    monkeypatch.setattr(cloud, "from_url", from_url)
+    store = CloudStore(
+        Location.parse("gs://models"), StorageSettings(memory=1 << 30, timeout_s=7, attempts=4)
+    )
+    _put(store, "blob", b"abc")
+    with closing(store.open("blob")) as blob:
+        assert b"abc" == part(blob, 0, 3)
+    assert [(3, 7 + 128 * 4.0), (0, 7 + 128 * 4.0)] == made
+
+
+def test_a_large_read_is_several_requests(store: CloudStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request is for more than its time is made for."""
+    monkeypatch.setattr(cloud, "REQUEST_BYTES", 4)
+    _put(store, "blob", b"0123456789")
+    with closing(store.open("blob")) as blob:
+        assert b"123456789" == part(blob, 1, 9)
+
+
 URL = "https://account.blob.core.windows.net/models/a?sv=1&sig=secret"
 
 
@@ -149,6 +204,12 @@ URL = "https://account.blob.core.windows.net/models/a?sv=1&sig=secret"
             StorageError,
             "u: GET https://account.blob.core.windows.net/models/a - Server returned non-2xx status code: "
             "503 Busy",
+            True,
+        ),
+        (
+            raised.GenericError("Server returned non-2xx status code: 429"),
+            StorageError,
+            "u: Server returned non-2xx status code: 429",
             True,
         ),
         (

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rfork.image.host_memory import copy_block, host_view
 from rfork.storage.local import direct, kernel
-from rfork.storage.local.direct import SAMPLES, Direct, DirectFile, Ended, Ways, ways_of
+from rfork.storage.local.direct import EVERY, FIRST, SAMPLES, Direct, DirectFile, Ended, Ways, ways_of
 from rfork.storage.reading.staging import Staging, fresh
 
 MIB = 1 << 20
@@ -129,6 +129,46 @@ def test_memory_like_the_file_needs_no_copy(path: Path, monkeypatch: pytest.Monk
     assert [3996, (2 * MIB + 10_100) % 4096] == copied
 
 
+HUGE = 2 * MIB
+
+
+@pytest.mark.parametrize(
+    ("present", "huge", "straight"),
+    [(0, 0, True), (HUGE, HUGE, True), (HUGE, 0, False), (2 * HUGE, HUGE, False)],
+    ids=["none there", "a neighbour's huge page", "a neighbour's small pages", "pages of both kinds"],
+)
+def test_new_memory_is_populated_before_it_is_read_into(
+    present: int, huge: int, straight: bool, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no page is there, or only a neighbour's huge one: then no byte passes through staging."""
+    copied: list[int] = []
+    populated: list[tuple[int, int]] = []
+
+    def noted(block: memoryview, views: Sequence[memoryview]) -> None:
+        copied.append(block.nbytes)
+        copy_block(block, views)
+
+    def populate(address: int, length: int) -> bool:
+        populated.append((address, length))
+        return True
+
+    def mapped(_: int, length: int) -> kernel.Mapped:
+        return kernel.Mapped(length, length) if populated else kernel.Mapped(present, huge)
+
+    monkeypatch.setattr("rfork.storage.local.direct.copy_block", noted)
+    monkeypatch.setattr(kernel, "direct_alignment", lambda _: 4096)
+    monkeypatch.setattr(kernel, "mapped", mapped)
+    monkeypatch.setattr(kernel, "populate", populate)
+    memory = fresh(HUGE + MIB)
+    with opened(path, "always") as file:
+        file.read(0, [view_of(memory)])
+    assert path.read_bytes()[: HUGE + MIB] == memory.numpy().tobytes()
+    if straight:
+        assert ([], [(memory.data_ptr(), HUGE + MIB)]) == (copied, populated)
+    else:
+        assert (HUGE + MIB, []) == (sum(copied), populated)
+
+
 @pytest.mark.usefixtures("ways")
 def test_what_is_cached_is_read_from_the_cache(
     path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
@@ -197,11 +237,16 @@ def test_a_file_that_ends_too_early(how: Direct, begin: int, path: Path, reads: 
     assert {"direct" if how == "always" else "cached"} == set(reads)
 
 
-def told(ways: Ways, cached_s: float, direct_s: float) -> list[str]:
+BLOCK = 16 * MIB
+UNTIL_CHOSEN = (FIRST + (SAMPLES - 1) * EVERY) // BLOCK + 1
+"""Blocks that are read before a way is chosen."""
+
+
+def told(ways: Ways, cached_s: float, direct_s: float, blocks: int) -> list[str]:
     """The ways that blocks were read, where each takes so long."""
     used: list[str] = []
-    for _ in range(4 * SAMPLES):
-        way = ways.next()
+    for _ in range(blocks):
+        way = ways.next(BLOCK)
         used.append(way)
         ways.took(way, cached_s if way == "cached" else direct_s)
     return used
@@ -212,15 +257,22 @@ def told(ways: Ways, cached_s: float, direct_s: float) -> list[str]:
     [(1.0, 2.0, "cached"), (2.0, 1.0, "direct"), (1.0, 1.05, "direct")],
 )
 def test_the_quicker_way_is_kept(cached_s: float, direct_s: float, kept: str) -> None:
-    """Both are tried in turn, as often as each other; then one is kept, direct reads where it is close."""
-    used = told(Ways(), cached_s, direct_s)
-    assert ["direct", "cached"] * SAMPLES + [kept] * 2 * SAMPLES == used
+    """A few blocks are read through the cache; then one way is kept, direct reads where it is close."""
+    used = told(Ways(), cached_s, direct_s, UNTIL_CHOSEN + 2 * EVERY // BLOCK)
+    samples = [index for index, way in enumerate(used[:UNTIL_CHOSEN]) if way == "cached"]
+    assert [(FIRST + turn * EVERY) // BLOCK for turn in range(SAMPLES)] == samples
+    assert {kept} == set(used[UNTIL_CHOSEN:])
+
+
+def test_a_short_read_samples_nothing() -> None:
+    """What is read in a moment is not slowed down by finding out what would be quicker."""
+    assert ["direct"] * (FIRST // BLOCK) == told(Ways(), 1.0, 2.0, FIRST // BLOCK)
 
 
 def test_no_more_samples_than_needed() -> None:
     """While the last samples are not in, further blocks are read past the cache."""
     ways = Ways()
-    used = [ways.next() for _ in range(3 * SAMPLES)]
+    used = [ways.next(BLOCK) for _ in range(2 * UNTIL_CHOSEN)]
     assert (SAMPLES, None) == (used.count("cached"), ways.chosen)
 
 

@@ -20,7 +20,7 @@ from rfork.errors import (
 )
 from rfork.settings import StorageSettings
 from rfork.storage.blob import Entry, part
-from rfork.storage.local.files import Cursor, LocalFile, LocalStore
+from rfork.storage.local.files import LocalFile, LocalStore
 from rfork.storage.local.kernel import MOST_BUFFERS
 from rfork.storage.location import Location
 
@@ -247,13 +247,14 @@ def test_a_name_that_is_taken(
 
 
 def test_a_list_is_in_the_order_of_names(store: LocalStore, tmp_path: Path) -> None:
-    """All folders below, as object stores order them; without temporary files, pipes and links to nothing."""
+    """All folders below, as object stores order them; no temporary files, pipes and links to nothing."""
     for name in ("b", "a/z", "a-b", "a.b", "a/deep/er", ".hidden"):
         put(store, name)
     folder = tmp_path / "weights"
     (folder / f".b.{'0' * 32}.tmp").write_bytes(b"half")
     (folder / "nothing").symlink_to("nowhere")
     (folder / "linked").symlink_to("b")
+    (folder / "round").symlink_to("round")
     os.mkfifo(folder / "pipe")
     names = [entry.name for entry in store.list()]
     assert [".hidden", "a-b", "a.b", "a/deep/er", "a/z", "b", "linked"] == names
@@ -261,7 +262,16 @@ def test_a_list_is_in_the_order_of_names(store: LocalStore, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("prefix", "expected"),
-    [("a", ["a/x", "ab"]), ("a/", ["a/x"]), ("a/x", ["a/x"]), ("c", []), ("none/", []), ("b/y/none", [])],
+    [
+        ("a", ["a/x", "ab"]),
+        ("a/", ["a/x"]),
+        ("a/x", ["a/x"]),
+        ("c", []),
+        ("none/", []),
+        ("b/y/none", []),
+        ("/a", []),
+        ("/", []),
+    ],
 )
 def test_a_list_of_a_prefix(store: LocalStore, prefix: str, expected: list[str]) -> None:
     """Names that begin so, whether a folder ends there or not; none at all is no error."""
@@ -286,7 +296,7 @@ def test_a_blob_that_is_removed(store: LocalStore, tmp_path: Path) -> None:
     assert [] == left_in(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["", "/etc/passwd", "../outside", "a/../../outside"])
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "../outside", "a/../../outside", "a\0b"])
 def test_names_outside_the_folder(store: LocalStore, name: str) -> None:
     """A name, which an index file may have given, never leads out of the folder."""
     with pytest.raises(SettingsError, match="names no file within"):
@@ -295,14 +305,12 @@ def test_names_outside_the_folder(store: LocalStore, name: str) -> None:
         put(store, name)
 
 
+def test_a_folder_that_no_system_can_have(tmp_path: Path) -> None:
+    """A name with a NUL is refused as any other that cannot be."""
+    with pytest.raises(SettingsError, match="names no file"):
+        LocalStore(Location("file", "", f"{tmp_path}/a\0b/"), SETTINGS)
+
+
 def test_where_a_store_is(store: LocalStore, tmp_path: Path) -> None:
     """Its URI ends with a slash, however it was written."""
     assert f"{(tmp_path / 'weights').as_uri()}/" == store.uri
-
-
-def test_a_cursor_cuts_views_where_it_must() -> None:
-    """Bytes are taken in order, across the ends of views."""
-    cursor = Cursor([memoryview(b"abc"), memoryview(b"de"), memoryview(b"f")])
-    assert [[b"ab"], [b"c", b"de"], [], [b"f"]] == [
-        [bytes(view) for view in cursor.take(count)] for count in (2, 3, 0, 1)
-    ]

@@ -171,7 +171,7 @@ def test_what_may_not_be_seen_is_denied(web: UseStore, monkeypatch: pytest.Monke
     """Where nothing is found and something was denied, that is what is told."""
     web({})
 
-    def denied(self: MemoryStore, name: str) -> MemoryBlob:
+    def denied(self: MemoryStore, name: str, *, front: int = 0) -> MemoryBlob:
         raise StorageDenied("403")
 
     monkeypatch.setattr(MemoryStore, "open", denied)

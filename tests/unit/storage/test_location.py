@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rfork.errors import SettingsError
-from rfork.storage.location import Location
+from rfork.storage.location import Location, shown
 
 
 @pytest.mark.parametrize(
@@ -19,11 +19,16 @@ from rfork.storage.location import Location
         ("s3://bucket/what?is#this", Location("s3", "bucket", "what?is#this")),
         ("s3://bucket", Location("s3", "bucket", "")),
         ("gs://bucket/a", Location("gs", "bucket", "a")),
-        ("https://host:8443/a%2Bb/c?X-Signature=1", Location("https", "host:8443", "a+b/c", "X-Signature=1")),
+        (
+            "https://host:8443/a%2Bb/c?X-Signature=1",
+            Location("https", "host:8443", "a%2Bb/c", "X-Signature=1"),
+        ),
+        ("https://host/a%2Fb%3Fc:,=@", Location("https", "host", "a%2Fb%3Fc:,=@")),
+        ("https://host//a b/100%/é", Location("https", "host", "/a%20b/100%25/%C3%A9")),
     ],
 )
 def test_what_users_write(text: str, expected: Location) -> None:
-    """URIs and paths come apart into scheme, host, decoded path and query."""
+    """URIs and paths come apart into scheme, host, path and query; a web server's path stays quoted."""
     assert expected == Location.parse(text)
 
 
@@ -42,6 +47,63 @@ def test_a_refused_uri_keeps_its_password() -> None:
     with pytest.raises(SettingsError) as raised:
         Location.parse("https://user:secret@host/a")
     assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "htps://h/x?X-Amz-Signature=SECRET",
+        "https:///x?X-Amz-Signature=SECRET",
+        "http://[::1/x?sig=SECRET",
+        "https://host:80x/a?sig=SECRET",
+        "https://u:SEC/RET@host/a",
+        "https://u:SEC?RET@host/a",
+        "ftp://u:SECRET@host/a",
+        "file://u:SECRET@host/a",
+        "http://u:SECRET@h℀/a",
+    ],
+)
+def test_no_secret_of_a_refused_uri_is_shown(text: str) -> None:
+    """Neither a query nor a password is in the error, whatever is wrong with the URI."""
+    with pytest.raises(SettingsError) as raised:
+        Location.parse(text)
+    assert (False, False) == ("SEC" in str(raised.value), "RET" in str(raised.value))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("https://host/a?sig=secret#part", "https://host/a"),
+        ("htps://user:secret@host/a?x", "htps://…"),
+        ("nothing?of=secret", "nothing"),
+        ("nothing?of=secret://a@b", "nothing://…"),
+    ],
+)
+def test_what_errors_say_of_a_uri(text: str, expected: str) -> None:
+    """The query is left out, and all but the scheme where there may be a password."""
+    assert expected == shown(text)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "https://host/a%2Fb%3Fc/d.safetensors",
+        "https://host/~a/b:c,d=e;f@g!$&'()*+.bin",
+        "https://host//a//b/",
+        "http://[::1]:9000/a%20b",
+    ],
+)
+def test_a_web_uri_comes_back_as_it_was_written(uri: str) -> None:
+    """What is quoted stays so and what is not is left: a signature is of just these characters."""
+    location = Location.parse(uri)
+    assert (uri, uri) == (location.uri, location.parent.child(location.name).uri)
+
+
+def test_a_childs_name_is_quoted_where_it_must_be() -> None:
+    """A blank or a mark that has a meaning in a URL is quoted for a web server, and not elsewhere."""
+    assert ["https://host/a/b%20c%23d%3Fe%2F100%25", "s3://host/a/b c#d?e%2F100%"] == [
+        Location.parse(f"{scheme}://host/a").child("b c#d?e%2F100%").uri for scheme in ("https", "s3")
+    ]
 
 
 def test_a_relative_path_is_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,5 +144,6 @@ def test_a_child_is_within_its_folder() -> None:
 
 
 def test_a_query_shows_nowhere() -> None:
-    """The query of a presigned URL is in no URI that is shown."""
-    assert "https://host/a" == Location.parse("https://host/a?X-Amz-Signature=1").uri
+    """The query of a presigned URL is in no URI that is shown, nor in what a location looks like."""
+    location = Location.parse("https://host/a?X-Amz-Signature=1")
+    assert ("https://host/a", False) == (location.uri, "Signature" in repr(location))

@@ -99,6 +99,22 @@ def test_a_redirect_keeps_headers_to_their_origin(location: str, url: str, keeps
     assert (url, headers if keeps else {}) == (redirected.url, redirected.headers)
 
 
+@pytest.mark.parametrize(
+    ("location", "said"),
+    [
+        ("http://[::1", "https://host/a/ redirects to what is no URL"),
+        ("https://u:SECRET@h/x?sig=SECRET", "'https://…' cannot be asked for: "),
+        ("https://h:x/", "'https://h:x/' cannot be asked for: it is no URL"),
+        ("http://[::1/?SECRET", "https://host/a/ redirects to what is no URL"),
+    ],
+)
+def test_a_redirect_that_leads_nowhere(location: str, said: str) -> None:
+    """It is an error of storage, in one line without a password."""
+    with pytest.raises(StorageError) as raised:
+        Request("https://host/a/").redirected(location)
+    assert said == str(raised.value)[: len(said)]
+
+
 # Answers.
 
 

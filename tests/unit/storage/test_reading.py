@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from rfork.errors import StorageChanged
 from rfork.settings import StorageSettings
+from rfork.storage.local.kernel import address_of
 from rfork.storage.reading import plan as reading_plan
 from rfork.storage.reading.engine import Extent, fill
-from rfork.storage.reading.plan import GAP, Plan, block_bytes
+from rfork.storage.reading.plan import GAP, Block, Plan, block_bytes
 
 MIB = 1 << 20
 NEVER_S = 60.0
@@ -93,6 +94,66 @@ def test_every_extent_is_filled(
     assert bytes(expected) == bytes(line.tolist())
     assert list(range(len(extents))) == sorted(told)
     assert sum(extent.into.numel() for extent in extents) == sum(amounts)
+
+
+FAR = Bytes(0)
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from([0, 0, 0, 1, 5, 5 * MIB]), st.sampled_from([0, 1, GAP - 1, GAP, GAP + 1, 3 * MIB])
+    ),
+    min_size=1,
+    max_size=60,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(STEPS, st.sampled_from([4 * MIB, 16 * MIB]))
+def test_no_gap_is_longer_than_its_memory(steps: list[tuple[int, int]], size: int) -> None:
+    """However extents follow one another, empty ones too: a block's views are its bytes, and none is
+    longer than the memory behind it."""
+    line = torch.empty(sum(length for length, _ in steps), dtype=torch.uint8)
+    extents, offset, at = [], 0, 0
+    for length, step in steps:
+        extents.append(Extent(FAR, offset, line[at : at + length]))
+        offset, at = offset + length + step, at + length
+    plan = Plan(extents, size)
+    places = [(line.data_ptr(), line.numel()), (plan._unwanted.data_ptr(), GAP)]
+    for block in plan.blocks():
+        views = plan.host_views(block)
+        assert block.end - block.begin == sum(view.nbytes for view in views)
+        for view in views:
+            begin = address_of(view)
+            assert any(start <= begin and begin + view.nbytes <= start + room for start, room in places)
+
+
+def test_a_chain_of_empty_extents_bridges_nothing() -> None:
+    """What lies far apart is two blocks, whatever empty tensors lie between."""
+    offsets = range(0, 50 * 60_000, 60_000)
+    lengths = [100, *[0] * 48, 100]
+    extents = [
+        Extent(FAR, offset, torch.empty(length, dtype=torch.uint8))
+        for offset, length in zip(offsets, lengths, strict=True)
+    ]
+    plan = Plan(extents, 16 * MIB)
+    assert [[100], [100]] == [[view.nbytes for view in plan.host_views(block)] for block in plan.blocks()]
+
+
+def test_a_gap_without_memory_is_an_error() -> None:
+    """Views are never made of memory that is not there."""
+    extents = [Extent(FAR, offset, torch.empty(9, dtype=torch.uint8)) for offset in (0, GAP + 10)]
+    block = Block(FAR, torch.device("cpu"), 0, GAP + 19, 18, 0, 2)
+    with pytest.raises(ValueError, match=f"a gap of {GAP + 1} bytes"):
+        Plan(extents, 16 * MIB).host_views(block)
+
+
+def test_dense_memory_of_any_type_is_filled() -> None:
+    """Bytes come as they lie in memory, whatever a tensor's type, shape and the order of its dimensions."""
+    blob = Bytes(100)
+    plain, turned = torch.empty(3, 4, dtype=torch.int16), torch.empty(4, 3, dtype=torch.int16).t()
+    fill([Extent(blob, 7, plain), Extent(blob, 50, turned)], SETTINGS)
+    words = [torch.frombuffer(bytearray(blob.data[at : at + 24]), dtype=torch.int16) for at in (7, 50)]
+    assert words[0].view(3, 4).tolist() == plain.tolist()
+    assert words[1].view(4, 3).t().tolist() == turned.tolist()
 
 
 def test_small_neighbours_are_read_together() -> None:

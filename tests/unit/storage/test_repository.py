@@ -13,8 +13,9 @@ from rfork.image.chunks import MIB
 from rfork.image.memory import Image
 from rfork.settings import StorageSettings
 from rfork.storage.location import Location
+from rfork.storage.snapshots.found import Found, found_at
 from rfork.storage.snapshots.removal import Removed, remove_leftovers, remove_snapshots
-from rfork.storage.snapshots.repository import Contents, Found, Repository, found_at
+from rfork.storage.snapshots.repository import Contents, Repository
 from rfork.storage.snapshots.verifying import Verified, Verifier
 from rfork.storage.snapshots.writer import write_snapshot
 from rfork.wire import Rank

@@ -12,6 +12,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from rfork.errors import (
     RforkError,
     SettingsError,
+    StorageCorrupt,
     StorageDenied,
     StorageError,
     StorageFull,
@@ -158,6 +159,22 @@ def _refused(code: str, status: int, operation: str = "HeadObject") -> ClientErr
             aws.ParamValidationError(report='Invalid bucket name "M_"'),
             SettingsError,
             f'{URI} cannot be asked for: Parameter validation failed: Invalid bucket name "M_"',
+        ),
+        (
+            aws.MetadataRetrievalError(error_msg="timed out"),
+            StorageDenied,
+            f"{URI}: no credentials were given: Error retrieving metadata: timed out",
+        ),
+        (
+            aws.FlexibleChecksumError(error_msg="Expected checksum a did not match b"),
+            StorageCorrupt,
+            f"{URI}: what the service sent does not match its checksum",
+        ),
+        (
+            aws.PaginationError(message="The same next token was received twice"),
+            StorageError,
+            f"{URI}: the service's list makes no sense: "
+            "Error during pagination: The same next token was received twice",
         ),
         (
             ValueError("Invalid endpoint: localhost"),

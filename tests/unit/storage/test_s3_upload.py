@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from rfork.errors import RforkError, StorageCorrupt, StorageDenied, StorageError, StorageFull
+from rfork.errors import RforkError, StorageCorrupt, StorageDenied, StorageError, StorageFull, StorageMissing
 from rfork.settings import StorageSettings
 from rfork.storage.s3.errors import ConditionFailed, Conflict, Unsupported
 from rfork.storage.s3.parts import PARTS, SMALLEST, Body, Head, Part, buffers, part_size, whole_tag
 from rfork.storage.s3.upload import writing
 
 MIB = 1 << 20
-SETTINGS = StorageSettings(streams=2, memory=32 * MIB, attempts=3)
+SETTINGS = StorageSettings(streams=2, memory=32 * MIB, attempts=3, timeout_s=1e-9)
 
 
 class MemoryBucket:
@@ -26,6 +26,7 @@ class MemoryBucket:
         self.objects: dict[str, bytes] = {}
         self.uploads: dict[str, dict[int, bytes]] = {}
         self.calls: list[str] = []
+        self.pauses: list[float] = []
         self.fail: dict[str, list[RforkError | None]] = {}
         self.lose_answer = False
         self._gate = gate
@@ -84,7 +85,9 @@ def _md5(data: bytes) -> str:
 
 
 def _write(bucket: MemoryBucket, *pieces: bytes, replace: bool = True) -> None:
-    with writing(bucket, "key", "s3://bucket/key", SETTINGS, replace=replace) as writer:
+    with writing(
+        bucket, "key", "s3://bucket/key", SETTINGS, replace=replace, pause=bucket.pauses.append
+    ) as writer:
         for piece in pieces:
             writer.write([memoryview(piece)])
 
@@ -274,7 +277,42 @@ def test_writers_in_each_others_way() -> None:
     bucket.fail = {"put new": [Conflict("now")] * 9}
     with pytest.raises(StorageError, match="others are writing it"):
         _write(bucket, b"new", replace=False)
-    assert ["put new"] * SETTINGS.attempts == bucket.calls
+    assert [*["put new"] * SETTINGS.attempts, "head"] == bucket.calls
+
+
+@pytest.mark.parametrize("size", [3, SMALLEST + 3])
+def test_the_other_writer_gets_through(size: int) -> None:
+    """After each conflict there is a pause; once the other writer's object is there, all is done."""
+    bucket = MemoryBucket()
+
+    def pause(seconds: float) -> None:
+        bucket.pauses.append(seconds)
+        if len(bucket.pauses) == 2:
+            bucket.objects["key"] = b"theirs"
+
+    bucket.fail = {call: [Conflict("now")] * 9 for call in ("put new", "complete new")}
+    with writing(bucket, "key", "s3://bucket/key", SETTINGS, replace=False, pause=pause) as writer:
+        writer.write([memoryview(bytes(size))])
+    assert (b"theirs", {}, True) == (
+        bucket.objects["key"],
+        bucket.uploads,
+        0.05 <= bucket.pauses[0] <= bucket.pauses[1] <= 0.2,
+    )
+
+
+def test_an_upload_that_a_conflict_ended() -> None:
+    """A service that knows the upload no more after a conflict has the other writer's object, or fails."""
+    bucket = MemoryBucket()
+    gone = StorageMissing("there is no such upload")
+    bucket.fail = {"complete new": [Conflict("now"), gone, Conflict("now"), gone]}
+    with pytest.raises(StorageMissing, match="no such upload"):
+        _write(bucket, bytes(SMALLEST + 3), replace=False)
+    theirs = {"key": b"theirs"}
+    with writing(
+        bucket, "key", "uri", SETTINGS, replace=False, pause=lambda _: bucket.objects.update(theirs)
+    ) as writer:
+        writer.write([memoryview(bytes(SMALLEST + 3))])
+    assert (theirs, {}) == (bucket.objects, bucket.uploads)
 
 
 def test_a_lost_answer_is_no_failure() -> None:

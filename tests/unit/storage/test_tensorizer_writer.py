@@ -100,8 +100,11 @@ def test_a_set_has_files_of_the_size_asked_for(bucket: MemoryBucket) -> None:
 
 @pytest.mark.parametrize("most", [None, 1200])
 @pytest.mark.parametrize("failing", [1, 4, 9])
-def test_a_write_that_fails_leaves_nothing(bucket: MemoryBucket, most: int | None, failing: int) -> None:
+def test_a_write_that_fails_leaves_nothing(
+    bucket: MemoryBucket, monkeypatch: pytest.MonkeyPatch, most: int | None, failing: int
+) -> None:
     """No file, and none of a set, is left where the storage fails; what was there stays."""
+    monkeypatch.setattr("rfork.storage.tensorizer.writer.GROUP_BYTES", 400)  # one write a tensor
     tensors = {f"t{number}": torch.full((100,), float(number)) for number in range(10)}
     bucket.objects["model.tensors"] = b"before"
 

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 
 from tests.integration.large_layout import LAST
 
-CPU_S = 10
-"""The kernel ends a side that takes more."""
+CPU_S = 20
+"""The kernel ends a side that takes more: three times what it takes on a core of its own, as on one that is
+shared the same work counts for up to twice as much."""
 MOST_BYTES = 10**9
 """Of memory at any time, torch included."""
 NEVER_S = 120.0
@@ -32,7 +33,7 @@ def side(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_million_tensors() -> None:
-    """Layouts are hashed, streamed and compared, a fork is planned and told: within 10 s and 1 GB a side."""
+    """Layouts are hashed, streamed and compared, a fork is planned and told: within 20 s of a core and 1 GB a side."""
     with side("source") as giving:
         if giving.stdout is None:
             raise RuntimeError("started without a pipe")

@@ -33,7 +33,7 @@ def side(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_million_tensors() -> None:
-    """Layouts are hashed, streamed and compared, a fork is planned and told: within 20 s of a core and 1 GB a side."""
+    """Layouts are hashed, streamed, compared, a fork is planned and told: in 20 s of a core, 1 GB a side."""
     with side("source") as giving:
         if giving.stdout is None:
             raise RuntimeError("started without a pipe")

@@ -22,7 +22,13 @@
     │   └── SourceBusy             at capacity or draining: gives no new reader a place
     ├── NetworkError               fault: network  exit 5
     │   ├── PlannerUnreachable     the planner did not answer
-    │   └── PlannerRefused         the planner answered with a problem (RFC 9457)
+    │   ├── PlannerRefused         the planner answered with a problem (RFC 9457)
+    │   └── TransportUnusable      a transport cannot work here, or between these two; the next one is taken
+    │       ├── NotOneHost         memory cannot be shared: two hosts, or namespaces that part two containers
+    │       ├── NoPeerAccess       a GPU cannot address the other one's memory
+    │       ├── NoGpuDirect        the network card cannot reach GPU memory (nvidia-peermem or dma-buf)
+    │       ├── DeviceDown         an RDMA device is missing, or its port is down
+    │       └── VersionMismatch    the libraries of the two sides, or library and machine, do not fit
     ├── StorageError               fault: storage  exit 6   a disk or an object store failed
     │   ├── StorageMissing         no such file, folder, object or bucket
     │   ├── StorageDenied          credentials are missing, wrong, or do not reach so far
@@ -172,6 +178,30 @@ class PlannerRefused(NetworkError):
         super().__init__(message, hint=hint)
         self.status = status
         self.problem = problem
+
+
+class TransportUnusable(NetworkError):
+    """A transport cannot work here, or between these two sides; the next one is taken."""
+
+
+class NotOneHost(TransportUnusable):
+    """Memory cannot be shared: the two run on two hosts, or in namespaces that part them."""
+
+
+class NoPeerAccess(TransportUnusable):
+    """A GPU cannot address the other one's memory."""
+
+
+class NoGpuDirect(TransportUnusable):
+    """The network card cannot reach GPU memory."""
+
+
+class DeviceDown(TransportUnusable):
+    """An RDMA device is missing, or its port is down."""
+
+
+class VersionMismatch(TransportUnusable):
+    """The libraries of the two sides, or a library and the machine, do not fit."""
 
 
 class StorageError(RforkError):

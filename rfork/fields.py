@@ -20,6 +20,12 @@ MOST_NAMES: Final = 1 << 17
 MOST_TOLD: Final = 1000
 """Characters of a text that says what went wrong."""
 MOST_REASONS: Final = 64
+ONE_HOST: Final = frozenset({"cuda_ipc", "shared_memory"})
+"""Transports between two processes of one host."""
+ON_KERNELS: Final = frozenset({"nccl"})
+"""Transports that run kernels on the source's GPU, beside those it serves with."""
+BY_NAME_ONLY: Final = frozenset({"nccl", "gloo"})
+"""Transports that are used only where they are asked for: whoever reaches their ports is not kept out."""
 PRINTABLE: Final = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 

@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from rfork.errors import SettingsError
 from rfork.fields import Label
 
-TransportName = Literal["http", "transfer_engine"]
+TransportName = Literal["cuda_ipc", "shared_memory", "transfer_engine", "http", "nccl", "gloo"]
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -84,7 +84,17 @@ class Settings(BaseSettings):
         False,
         description="let transfer_engine run over plain TCP, where a lease lets the reader's whole host read, and write",
     )
-    rdma_devices: str = Field("", description="RDMA devices for transfer_engine, comma separated; empty: all")
+    rdma_devices: str = Field(
+        "", description="RDMA devices for transfer_engine, comma separated; empty: those nearest to the GPU (all, for host memory)"
+    )
+    local_sockets: Path | None = Field(
+        None,
+        description="folder for the Unix sockets of same-host transports, shared by all instances of the host (hostPath, or an emptyDir of one pod); none: sockets without a file, which containers see that share the network namespace",
+    )
+    shared_memory: Literal["map", "copy"] = Field(
+        "map",
+        description="how weights are taken from a source on the same host: `map` its pages, copy on write, which takes no further memory; or `copy` them",
+    )
 
     # Receiving.
     deadline_s: float = Field(

@@ -11,7 +11,14 @@ import threading
 import time
 from collections.abc import Mapping
 
-from rfork.errors import RforkError, SourceCorrupt, SourceGone, SourceStalled, TargetError
+from rfork.errors import (
+    RforkError,
+    SourceCorrupt,
+    SourceGone,
+    SourceStalled,
+    TargetError,
+    TransportUnusable,
+)
 from rfork.fork.deadline import Deadline
 from rfork.fork.giver import Listener
 from rfork.image import ranges
@@ -112,14 +119,22 @@ class Feed:
         layout = self._image.layout
         peer = self._peer = self._dial(self.address, lambda: self._token)
         self._check_open()
-        offered = tuple(name for name in self._route.transports if name in self._transports)
-        channel_id, endpoint = peer.open(layout.layout_id, offered, step)
-        self.transport = endpoint.transport
-        self.heard_at = time.monotonic()
-        self._reader = self._transports[endpoint.transport].connect(
-            endpoint, self._image, lambda: self._token, step
-        )
-        self._check_open()
+        offered = [name for name in self._route.transports if name in self._transports]
+        while self._reader is None:
+            channel_id, endpoint = peer.open(layout.layout_id, tuple(offered), step)
+            self.transport = endpoint.transport
+            self.heard_at = time.monotonic()
+            try:
+                self._reader = self._transports[endpoint.transport].connect(
+                    endpoint, self._image, lambda: self._token, step
+                )
+            except TransportUnusable as error:
+                offered.remove(endpoint.transport)
+                if not offered:
+                    raise
+                self._listener.on_detour(self, error)
+                peer.leave(channel_id, step)
+            self._check_open()
         self._watch(peer, channel_id)
 
     def _check_open(self) -> None:

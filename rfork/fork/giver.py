@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from rfork.errors import RforkError
+from rfork.errors import RforkError, TransportUnusable
 from rfork.image.manifest import Manifest
 from rfork.image.ranges import Range
 
@@ -91,6 +91,10 @@ class Listener(Protocol):
 
     def upcoming(self, feed: Giver, count: int) -> tuple[Sequence[int], Sequence[int]]:
         """The chunks that are read from the source now, and those, `count` at most, that are read next."""
+        ...
+
+    def on_detour(self, feed: Giver, error: TransportUnusable) -> None:
+        """A transport cannot be used with this source; the next one is tried, and nobody is blamed."""
         ...
 
     def on_failure(self, feed: Giver, error: RforkError) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from rfork.errors import RforkError, SourceChanged, SourceGone
+from rfork.errors import RforkError, SourceChanged, SourceGone, TransportUnusable
 from rfork.fork.deadline import Deadline
 from rfork.fork.digests import Digests
 from rfork.fork.giver import Giver
@@ -138,6 +138,18 @@ class Intake:
             if self.sources.find(feed.source_id) is not feed:
                 return (), ()
             return self._schedule.upcoming(feed.source_id, count)
+
+    def on_detour(self, feed: Giver, error: TransportUnusable) -> None:
+        """See `rfork.fork.giver.Listener`."""
+        log.warning(
+            "transport cannot be used",
+            source=feed.address,
+            error=error.kind,
+            detail=str(error),
+            hint=error.hint,
+        )
+        with self._changed:
+            self.sources.reasons.append(error)
 
     def on_failure(self, feed: Giver, error: RforkError) -> None:
         """See `rfork.fork.giver.Listener`."""

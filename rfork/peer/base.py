@@ -62,6 +62,10 @@ class Peer(Protocol):
         """Take a reader's place; returns the channel's id and how to read."""
         ...
 
+    def leave(self, channel_id: str, deadline: float) -> None:
+        """Give a channel back that nothing is read by."""
+        ...
+
     def watch(self, channel_id: str, keep_alive_s: float) -> Iterator[Progress]:
         """What the source can give, as it says it; ends when the channel is closed on either side."""
         ...

@@ -78,7 +78,11 @@ class PeerClient:
     def renew(self, deadline: float) -> None:
         """See `Peer.renew`."""
         # The source reads the lease off any call; this one closes no channel.
-        request = peer_pb2.CloseChannelRequest()
+        self.leave("", deadline)
+
+    def leave(self, channel_id: str, deadline: float) -> None:
+        """See `Peer.leave`."""
+        request = peer_pb2.CloseChannelRequest(channel_id=channel_id)
         self._call(
             lambda: self._stub.CloseChannel(request, timeout=_left(deadline), metadata=self._metadata())
         )

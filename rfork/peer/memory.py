@@ -119,6 +119,10 @@ class MemoryPeer:
         """See `Peer.renew`."""
         self._peers.host(self._address).check(self._token())
 
+    def leave(self, channel_id: str, deadline: float) -> None:
+        """See `Peer.leave`."""
+        self._peers.host(self._address).close_channel(channel_id)
+
     def close(self) -> None:
         """See `Peer.close`."""
         self._events.put(False)

@@ -19,7 +19,7 @@ from uuid import uuid4
 from rfork.control.client import PlannerClient
 from rfork.control.heartbeat import Heartbeat
 from rfork.control.lease import decode_key
-from rfork.errors import LayoutMismatch, SourceBusy
+from rfork.errors import LayoutMismatch, SourceBusy, TransportUnusable
 from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
@@ -95,8 +95,7 @@ class Seed(Holding):
         try:
             if self._one_sided:
                 self._pacing = Pacing(self._governor, lambda: len(self._leases.readers), self._tell)
-            for transport in self._transports:
-                self._exporters[transport.name] = transport.export(self.image, self)
+            self._export()
             self._channels.start()
             self._peer = self._serve_peer(self, self.settings)
             self._peer.start()
@@ -109,6 +108,20 @@ class Seed(Holding):
         if self._heartbeat is not None:
             self._heartbeat.start()
         return self
+
+    def _export(self) -> None:
+        """Open every transport that can be used for this image. Raises TransportUnusable where none can."""
+        reasons: list[TransportUnusable] = []
+        for transport in self._transports:
+            try:
+                self._exporters[transport.name] = transport.export(self.image, self)
+            except TransportUnusable as error:
+                log.warning(
+                    "transport cannot be used", transport=transport.name, detail=str(error), hint=error.hint
+                )
+                reasons.append(error)
+        if reasons and not self._exporters:
+            raise reasons[0]
 
     def learn_keys(self, lease_keys: Sequence[str]) -> None:
         """Take the keys (base64url) that the planner signs leases for this instance with."""

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rfork.errors import SourceGone
 from rfork.image.memory import Image, Segment
 
 TokenSource = Callable[[], str]
@@ -43,6 +44,39 @@ class Availability:
     usable: bool
     reason: str
     hint: str = ""
+
+
+class Line(Protocol):
+    """Messages between one reader and its source's exporter, both ways and in order, over the peer service.
+
+    For what two sides have to agree on while bytes move; the bytes themselves never go this way. Each end
+    has one `Line`; one thread at a time receives, any may send or close.
+    """
+
+    def send(self, message: bytes) -> None:
+        """Send at most 64 KiB; returns before it has arrived. Raises SourceGone once the line is closed."""
+        ...
+
+    def receive(self, deadline: float) -> bytes:
+        """The next message. `deadline` is a `time.monotonic()` value.
+
+        Raises SourceGone once either side closed the line or died, SourceStalled at the deadline, or what
+        the lease's check says on the source.
+        """
+        ...
+
+    def close(self) -> None:
+        """End it for both sides. Safe to call twice."""
+        ...
+
+
+Talk = Callable[[], Line]
+"""Opens a line to the exporter of the channel. Runs on the target; raises as `Line.receive` does."""
+
+
+def silent() -> Line:
+    """A `Talk` for readers that have nothing to agree on."""
+    raise SourceGone("there is no line to this source")
 
 
 class Gate(Protocol):
@@ -99,9 +133,30 @@ class Exporter(Protocol):
         """That channel is no more; one that was never let in is no error."""
         ...
 
+    def converse(self, channel_id: str, line: Line) -> None:
+        """Talk with the reader that holds this channel, until either side closes the line.
+
+        Runs on a thread of its own for each line. Exporters that have nothing to say are `Plain`.
+        """
+        ...
+
     def close(self) -> None:
         """Stop giving; returns once no reader touches the image's memory. Safe to call twice."""
         ...
+
+
+class Plain:
+    """What an exporter does about channels whose reads each show a token, and that need no line: nothing."""
+
+    def let_in(self, channel_id: str, address: str) -> None:
+        """See `Exporter.let_in`."""
+
+    def let_out(self, channel_id: str) -> None:
+        """See `Exporter.let_out`."""
+
+    def converse(self, channel_id: str, line: Line) -> None:
+        """See `Exporter.converse`."""
+        line.close()
 
 
 class Reader(Protocol):
@@ -149,9 +204,18 @@ class Transport(Protocol):
         ...
 
     def export(self, image: Image, gate: Gate) -> Exporter:
-        """Source side: make `image` readable to whoever `gate` admits."""
+        """Source side: make `image` readable to whoever `gate` admits.
+
+        Raises TransportUnusable kinds where it cannot for this image: the others are exported without it.
+        """
         ...
 
-    def connect(self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float) -> Reader:
-        """Target side: a reader that fills `image` from `endpoint`. Raises as `Reader.read` does."""
+    def connect(
+        self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float, talk: Talk = silent
+    ) -> Reader:
+        """Target side: a reader that fills `image` from `endpoint`. Raises as `Reader.read` does.
+
+        And TransportUnusable kinds where it cannot work between these two: the next transport that both
+        offer is taken, and nobody is blamed. So whatever can be found out beforehand is found out here.
+        """
         ...

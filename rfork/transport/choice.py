@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rfork.errors import SettingsError
+from rfork.fields import BY_NAME_ONLY
 from rfork.settings import Settings
 from rfork.transport.base import Availability, Transport
 from rfork.transport.http import HttpTransport
@@ -34,7 +35,8 @@ class Choice:
 def choose(settings: Settings, table: Table = TRANSPORTS) -> list[Transport]:
     """The transports to offer and to accept, best first.
 
-    With `settings.transports` exactly those, in that order; else each of `table` that can run here.
+    With `settings.transports` exactly those, in that order; else each of `table` that can run here, but
+    those that have to be asked for.
     Raises SettingsError when one that was asked for is unknown, named twice or cannot run here, and
     when none is left.
     """
@@ -42,7 +44,7 @@ def choose(settings: Settings, table: Table = TRANSPORTS) -> list[Transport]:
         return _asked(settings.transports, settings, table)
     usable = [
         transport
-        for transport in (make(settings) for make in table.values())
+        for transport in (make(settings) for name, make in table.items() if name not in BY_NAME_ONLY)
         if transport.availability().usable
     ]
     if not usable:
@@ -52,7 +54,8 @@ def choose(settings: Settings, table: Table = TRANSPORTS) -> list[Transport]:
 
 def explain(settings: Settings, table: Table = TRANSPORTS) -> list[Choice]:
     """What `choose` does, row by row, those in use first; never raises."""
-    names = settings.transports if settings.transports is not None else tuple(table)
+    unnamed: tuple[str, ...] = tuple(name for name in table if name not in BY_NAME_ONLY)
+    names: tuple[str, ...] = settings.transports if settings.transports is not None else unnamed
     rows = [_row(name, settings, table) for name in dict.fromkeys(names)]
     place = 0
     chosen: list[Choice] = []

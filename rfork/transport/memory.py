@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from rfork.errors import LeaseRefused, SourceGone, SourceStalled
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
-from rfork.transport.base import Availability, Endpoint, Gate, TokenSource
+from rfork.transport.base import Availability, Endpoint, Gate, Plain, Talk, TokenSource, silent
 from rfork.transport.bucket import Bucket
 
 SLICE_BYTES = MIB
@@ -58,7 +58,7 @@ class MemoryNetwork:
             self.changed.notify_all()
 
 
-class MemoryExporter:
+class MemoryExporter(Plain):
     """Source side: an image, its gate and its faults."""
 
     def __init__(
@@ -76,12 +76,6 @@ class MemoryExporter:
     def endpoint(self) -> Endpoint:
         """Its name in the network."""
         return Endpoint("memory", {"name": self._name})
-
-    def let_in(self, channel_id: str, address: str) -> None:
-        """Nothing to do: each read shows a token. See `Exporter.let_in`."""
-
-    def let_out(self, channel_id: str) -> None:
-        """Nothing to do; see `let_in`."""
 
     def close(self) -> None:
         """Leave the network; returns once no reader copies from the image."""
@@ -221,7 +215,9 @@ class MemoryTransport:
         """Source side: make `image` readable to whoever shares the network object."""
         return MemoryExporter(self._network, image, gate, self._faults, one_sided=self._one_sided)
 
-    def connect(self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float) -> MemoryReader:
+    def connect(
+        self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float, talk: Talk = silent
+    ) -> MemoryReader:
         """Target side: raises SourceGone when no such export lives, SourceStalled past the deadline."""
         name = endpoint.parameters.get("name", "")
         if name not in self._network.exports:

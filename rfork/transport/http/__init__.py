@@ -10,7 +10,7 @@ from rfork.errors import SettingsError, SourceCorrupt
 from rfork.image.memory import Image
 from rfork.image.safetensors_header import live_header
 from rfork.settings import Settings
-from rfork.transport.base import Availability, Endpoint, Gate, TokenSource
+from rfork.transport.base import Availability, Endpoint, Gate, Talk, TokenSource, silent
 from rfork.transport.http.answer import ImageFile
 from rfork.transport.http.client import HttpReader
 from rfork.transport.http.exchange import Place
@@ -61,7 +61,9 @@ class HttpTransport:
             nice=settings.giving_nice,
         )
 
-    def connect(self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float) -> HttpReader:
+    def connect(
+        self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float, talk: Talk = silent
+    ) -> HttpReader:
         """Target side: connect to the endpoint's URL; a token of "" is not sent. Raises as `read` does."""
         parameters = endpoint.parameters
         place = Place.of(parameters.get("url", ""))

@@ -17,7 +17,7 @@ import threading
 
 from rfork.errors import LeaseRefused, PortInUse, SettingsError, SourceBusy, SourceChanged
 from rfork.niceness import stand_back
-from rfork.transport.base import Endpoint
+from rfork.transport.base import Endpoint, Plain
 from rfork.transport.http.answer import PATH, ImageFile
 from rfork.transport.http.conversation import Conversation
 from rfork.transport.http.stream import PlainStream, Stream, TlsStream
@@ -34,7 +34,7 @@ BACKLOG = 1024
 ACCEPT_AGAIN_S = 0.05
 
 
-class HttpExporter:
+class HttpExporter(Plain):
     """Serves one image file from construction until `close`.
 
     `tls` None: plain TCP. `advertise` is the host that readers are told. `nice`: by how much the threads
@@ -75,12 +75,6 @@ class HttpExporter:
         """The URL, the length of the header in front of the image, and the file's entity tag now."""
         parameters = {"url": self._url, "data_offset": str(len(self._file.header)), "etag": self._file.etag}
         return Endpoint("http", parameters)
-
-    def let_in(self, channel_id: str, address: str) -> None:
-        """Nothing to do: each read shows a token. See `Exporter.let_in`."""
-
-    def let_out(self, channel_id: str) -> None:
-        """Nothing to do; see `let_in`."""
 
     def close(self) -> None:
         """Stop listening, cut every reader, and return once no thread touches the image."""

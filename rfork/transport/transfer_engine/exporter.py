@@ -7,7 +7,7 @@ import threading
 from rfork.errors import SettingsError
 from rfork.image.memory import Image
 from rfork.logs import logger
-from rfork.transport.base import Endpoint
+from rfork.transport.base import Endpoint, Plain
 from rfork.transport.transfer_engine.engine import Engine, Protocol
 
 MOST_AREAS = 10_000
@@ -16,7 +16,7 @@ MOST_AREAS = 10_000
 log = logger(__name__)
 
 
-class TransferEngineExporter:
+class TransferEngineExporter(Plain):
     """One image, readable by the hosts of those that hold a channel. Runs on the source.
 
     Reads are one-sided: no code of the source runs for them. So nothing here asks the gate, counts

@@ -15,7 +15,7 @@ from rfork.errors import MissingExtra, SettingsError, SourceGone
 from rfork.image.memory import Image
 from rfork.niceness import made_standing_back
 from rfork.settings import Settings
-from rfork.transport.base import Availability, Endpoint, Gate, TokenSource
+from rfork.transport.base import Availability, Endpoint, Gate, Talk, TokenSource, silent
 from rfork.transport.transfer_engine.engine import Engine, Protocol, connect_engine
 from rfork.transport.transfer_engine.exporter import TransferEngineExporter
 from rfork.transport.transfer_engine.library import library_state, rdma_devices
@@ -66,7 +66,7 @@ class TransferEngineTransport:
         )
 
     def connect(
-        self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float
+        self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float, talk: Talk = silent
     ) -> TransferEngineReader:
         """Target side: an engine for this source alone. The token was shown where `endpoint` came from.
 

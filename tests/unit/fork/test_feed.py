@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from rfork.control.lease import derive_key
-from rfork.errors import RforkError, SourceGone, SourceStalled
+from rfork.errors import NotOneHost, RforkError, SourceGone, SourceStalled, TransportUnusable
 from rfork.fork.deadline import Deadline
 from rfork.fork.feed import Feed
 from rfork.fork.giver import Giver
@@ -33,6 +33,7 @@ class Heard:
         self.manifests: list[Manifest] = []
         self.drafts: list[tuple[str, dict[int, bytes]]] = []
         self.offers: list[tuple[Range, ...]] = []
+        self.detours: list[str] = []
         self.failures: list[RforkError] = []
         self.offered = threading.Event()
         self.failed = threading.Event()
@@ -58,6 +59,9 @@ class Heard:
 
     def upcoming(self, feed: Giver, count: int) -> tuple[Sequence[int], Sequence[int]]:
         return (), ()
+
+    def on_detour(self, feed: Giver, error: TransportUnusable) -> None:
+        self.detours.append(error.kind)
 
     def on_failure(self, feed: Giver, error: RforkError) -> None:
         self.failures.append(error)

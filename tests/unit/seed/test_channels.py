@@ -11,13 +11,13 @@ from rfork.control.lease import LeaseClaims, sign
 from rfork.errors import SourceBusy, SourceChanged
 from rfork.seed.channels import Channels
 from rfork.seed.leases import LeaseBook
-from rfork.transport.base import Endpoint
+from rfork.transport.base import Endpoint, Plain
 
 KEY = b"k" * 32
 CLAIMS = LeaseClaims("fork-1", "seed-1", "0" * 32, None, 0, 1030.0)
 
 
-class Door:
+class Door(Plain):
     """An exporter that notes who is in; `full`: it lets nobody in; nobody gets out until it `opens`."""
 
     def __init__(self) -> None:

@@ -44,6 +44,15 @@ bench: venv ## every benchmark in its quick form; RESULTS=FOLDER keeps the JSON
 	    $(BIN)/python -m benchmarks.$$name --quick $(if $(RESULTS),--json $(RESULTS)/$$name.json) || exit 1; \
 	done
 
+# With the Python that has torch for CUDA, not the one of .venv: see benchmarks/gpu/run.py.
+.PHONY: gpu-test
+gpu-test: ## tests/gpu, on a machine with a GPU and any PyTorch image; PYTHON=… names its Python
+	@$(PYTHON) -m benchmarks.gpu.run test
+
+.PHONY: gpu-bench
+gpu-bench: ## the GPU benchmarks, there too; RESULTS=FOLDER, GPU_BENCH_S=SECONDS, WHEELS=FOLDER
+	@RESULTS="$(RESULTS)" $(PYTHON) -m benchmarks.gpu.run bench
+
 .PHONY: proto
 proto: venv ## the Python code of proto/, into rfork/peer/v1
 	PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -Irfork/peer/v1=proto/rfork/v1 --python_out=. --grpc_python_out=. \

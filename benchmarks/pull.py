@@ -7,6 +7,9 @@ byte is checked against the digests (both untimed), so nobody is timed for wrong
 
 - "rfork": `rfork.fork` as a user calls it, with a planner process of its own; "seconds" is the report's
   transfer phase (plan, channel, bytes, verification), "whole call" has the capture and all else too.
+  "shared_memory, map" puts the source's pages in place of the target's own, copy on write, and reads them
+  once to verify them; "copy" copies them. gloo is `torch.distributed`'s, over loopback TCP. Both
+  for the dense image only.
 - "bare sockets": sendmsg from the tensors' memory, recvmsg into it, one quarter of the image for each
   of four connections that are open already. Plain Python, no protocol, nothing is checked.
 - "Mooncake, a batch": one `batch_transfer_sync_read` with one entry a tensor, as engines use it today: what
@@ -26,7 +29,16 @@ from statistics import median
 
 from benchmarks import harness
 from benchmarks.harness import GB, Contender, Row
-from benchmarks.pull_source import IN_FLIGHT, LOOPBACK, MODULES, Offer, giving, plain_engine, transports
+from benchmarks.pull_source import (
+    IN_FLIGHT,
+    LOOPBACK,
+    MODULES,
+    Offer,
+    beside,
+    giving,
+    plain_engine,
+    transports,
+)
 from benchmarks.pull_target import Target
 from rfork import logs
 from rfork.errors import RforkError
@@ -90,6 +102,11 @@ def contenders_of(
             name = rfork_name(transport, verify=verify)
             kept = reports.setdefault(f"{target.name}: {name}", [])
             pulls[name] = target.rfork(planner, transport, verify=verify, keep=kept.append)
+    for transport in beside() if target.name == "dense" else ():
+        for way in ("map", "copy") if transport == "shared_memory" else (None,):
+            name = f"rfork {transport}" + (f", {way}" if way else "")
+            kept = reports.setdefault(f"{target.name}: {name}", [])
+            pulls[name] = target.rfork(planner, transport, verify=True, keep=kept.append, shared_memory=way)
     pulls[SOCKETS] = target.sockets(connections)
     if offer.session:
         engine = plain_engine()

@@ -23,9 +23,11 @@ import rfork
 from benchmarks import shapes
 from rfork import logs, settings
 from rfork.errors import RforkError
+from rfork.image.areas import areas as registered_areas
 from rfork.image.capture import capture
 from rfork.image.memory import Image
 from rfork.settings import PlannerSettings, Settings
+from rfork.transport.choice import TRANSPORTS
 from rfork.transport.http.stream import MOST_VIEWS
 from rfork.transport.transfer_engine.library import library_state
 
@@ -33,6 +35,7 @@ IN_FLIGHT = 4
 """Connections, or reads in flight, of every contender; rfork's `window`."""
 REQUEST_BYTES = 64
 """A request to the bare socket server: image and part, padded with spaces."""
+BESIDE = ("shared_memory", "gloo")
 PATIENCE_S = 120.0
 LOOPBACK = "127.0.0.1"
 MODULES: Mapping[str, Callable[[bool], nn.Module]] = {"dense": shapes.dense, "small": shapes.small}
@@ -83,7 +86,9 @@ class Offer:
     areas: Mapping[str, Sequence[Area]]
 
 
-def settings_for(planner: str, transports: Sequence[str], *, verify: bool = True) -> Settings:
+def settings_for(
+    planner: str, transports: Sequence[str], *, verify: bool = True, shared_memory: str | None = None
+) -> Settings:
     """rfork's settings, the same on both sides."""
     return settings.load(
         Settings,
@@ -93,12 +98,19 @@ def settings_for(planner: str, transports: Sequence[str], *, verify: bool = True
         window=IN_FLIGHT,
         bind=LOOPBACK,
         unguarded_tcp=True,
+        shared_memory=shared_memory,
     )
 
 
 def transports() -> tuple[str, ...]:
     """rfork's transports that can run here."""
     return ("http",) if library_state().error else ("http", "transfer_engine")
+
+
+def beside() -> tuple[str, ...]:
+    """Those of rfork's other transports that can run here, which nothing else in the table compares with."""
+    options = settings_for("", ("http",))
+    return tuple(name for name in BESIDE if TRANSPORTS[name](options).availability().usable)
 
 
 def plain_engine() -> PlainEngine:
@@ -124,13 +136,13 @@ def part_of(image: Image, part: int) -> tuple[int, int]:
 def giving(quick: bool) -> Iterator[tuple[str, Offer]]:
     """A planner and a giving process for the time of the block: the planner's URL, and the offer."""
     with contextlib.ExitStack() as processes:
-        url: str = processes.enter_context(_process(_plan))
-        offer: Offer = processes.enter_context(_process(_give, url, quick))
+        url: str = processes.enter_context(process(plan))
+        offer: Offer = processes.enter_context(process(_give, url, quick))
         yield url, offer
 
 
 @contextlib.contextmanager
-def _process(main: Callable[..., None], *arguments: str | bool) -> Iterator[Message]:
+def process(main: Callable[..., None], *arguments: object) -> Iterator[Message]:
     """Run `main(connection, *arguments)` in a fresh process; yields the first thing it sends."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -148,7 +160,8 @@ def _process(main: Callable[..., None], *arguments: str | bool) -> Iterator[Mess
         process.join()
 
 
-def _plan(ready: Connection) -> None:
+def plan(ready: Connection) -> None:
+    """The planner's process: sends its URL once it serves."""
     from planner.service import serve
 
     logs.configure(json=False, level="warning")
@@ -165,11 +178,11 @@ def _give(ready: Connection, planner: str, quick: bool) -> None:
         engine = plain_engine()
         for image in images.values():
             # One by one, 20,000 tensors would pass the engine's limit of about 12,000 regions.
-            addresses, lengths = zip(*image.allocations(), strict=True)
+            addresses, lengths = zip(*registered_areas(image), strict=True)
             if engine.batch_register_memory(list(addresses), list(lengths)) != 0:
                 raise RforkError("Mooncake could not register the tensors")
         session = f"{LOOPBACK}:{engine.get_rpc_port()}"
-    options = settings_for(planner, transports())
+    options = settings_for(planner, (*transports(), *beside()))
     with contextlib.ExitStack() as seeds, socket.create_server((LOOPBACK, 0)) as listener:
         for name, module in modules.items():
             seed = seeds.enter_context(rfork.seed(module, model=name, settings=options))

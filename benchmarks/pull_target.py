@@ -64,10 +64,16 @@ class Target:
         return run
 
     def rfork(
-        self, planner: str, transport: str, *, verify: bool, keep: Callable[[ForkReport], None]
+        self,
+        planner: str,
+        transport: str,
+        *,
+        verify: bool,
+        keep: Callable[[ForkReport], None],
+        shared_memory: str | None = None,
     ) -> Callable[[], float]:
         """A fork, as a user of rfork calls it: seconds of its transfer phase. `keep` is told each report."""
-        options = settings_for(planner, (transport,), verify=verify)
+        options = settings_for(planner, (transport,), verify=verify, shared_memory=shared_memory)
 
         def pull() -> float:
             report = rfork.fork(self.module, model=self.name, settings=options)

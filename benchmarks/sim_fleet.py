@@ -1,8 +1,9 @@
 """The simulated instances: which chunks each holds, and what it reads from whom.
 
 A target reads from each of its sources a window of chunks at a time, the lowest first of those it was
-assigned and the source has. A chunk can be given onwards as soon as it is whole. Sets of chunks are the
-bits of integers. Times and sizes are those of `benchmarks.sim_network`.
+assigned and the source has. A chunk can be given onwards as soon as it is whole. The nodes of one host
+share its link to the network; among themselves each has links of its own. Sets of chunks are the bits of
+integers. Times and sizes are those of `benchmarks.sim_network`.
 """
 
 from __future__ import annotations
@@ -12,19 +13,32 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from benchmarks.sim_network import Flow, Link, Network
 
 
+class Host:
+    """What the nodes of one machine share: its link to the network."""
+
+    __slots__ = ("egress", "ingress")
+
+    def __init__(self, rate: float) -> None:
+        self.egress: Link[Read] = Link(rate)
+        self.ingress: Link[Read] = Link(rate)
+
+
 class Node:
     """An instance: a seed that holds all chunks, or a target."""
 
     __slots__ = (
-        "alive", "arrived_at", "done_at", "egress", "held", "in_flight", "ingress", "name", "readers",
-        "received", "routes",
+        "alive", "arrived_at", "done_at", "egress", "held", "host", "in_flight", "ingress", "local_egress",
+        "local_ingress", "name", "readers", "received", "routes",
     )  # fmt: skip
 
-    def __init__(self, name: str, held: int, rate: float) -> None:
+    def __init__(self, name: str, held: int, host: Host, local_rate: float) -> None:
         self.name = name
         self.held = held
-        self.egress: Link[Read] = Link(rate)
-        self.ingress: Link[Read] = Link(rate)
+        self.host = host
+        self.egress = host.egress
+        self.ingress = host.ingress
+        self.local_egress: Link[Read] = Link(local_rate)
+        self.local_ingress: Link[Read] = Link(local_rate)
         self.in_flight = 0
         self.received = 0
         self.routes: dict[Node, Route] = {}
@@ -60,22 +74,29 @@ class Fleet:
     """All nodes of a run, and what moves between them; `finished` is told each target that is complete."""
 
     def __init__(
-        self, chunk_count: int, finished: Callable[[Node], None], *, window: int = 1, latency: float = 0.0
+        self,
+        chunk_count: int,
+        finished: Callable[[Node], None],
+        *,
+        window: int = 1,
+        latency: float = 0.0,
+        local_rate: float = 1.0,
     ) -> None:
         self.every_chunk = (1 << chunk_count) - 1
         self.network: Network[Read] = Network(self._arrived, latency=latency)
         self.nodes: dict[str, Node] = {}
         self._chunk_size = 1 / chunk_count
         self._window = window
+        self._local_rate = local_rate
         self._finished = finished
 
     def seed(self, name: str, rate: float = 1.0) -> Node:
         """Add a node that holds every chunk; `rate` in images a unit of time, each direction."""
-        return self._add(Node(name, self.every_chunk, rate))
+        return self._add(Node(name, self.every_chunk, Host(rate), self._local_rate))
 
-    def target(self, name: str, rate: float = 1.0) -> Node:
-        """Add a node that holds nothing yet."""
-        return self._add(Node(name, 0, rate))
+    def target(self, name: str, rate: float = 1.0, host: Host | None = None) -> Node:
+        """Add a node that holds nothing yet, on a host of its own unless one is given."""
+        return self._add(Node(name, 0, host or Host(rate), self._local_rate))
 
     def adopt(self, target: Node, shares: Mapping[str, int]) -> None:
         """Follow a new plan: chunks by source. What is in flight stays with the source that sends it."""
@@ -157,7 +178,12 @@ class Fleet:
             chunk = ready & -ready
             route.wanted ^= chunk
             route.target.in_flight |= chunk
-            flow = Flow(route.source.egress, route.target.ingress, self._chunk_size, Read(route, chunk))
+            source, target = route.source, route.target
+            if source.host is target.host:
+                links = source.local_egress, target.local_ingress
+            else:
+                links = source.egress, target.ingress
+            flow = Flow(*links, self._chunk_size, Read(route, chunk))
             route.flows[flow] = None
             self.network.start(flow)
 

@@ -15,6 +15,7 @@ from typing import Final
 from planner import policy
 from planner.fleet import Decision, Demand, Place, Share, Source
 from planner.groups import LiveGroup
+from planner.policy.ways import takes_one_host
 from planner.store.records import ForkRecord
 from planner.store.records import Read as PlannedRead
 from rfork.image.ranges import Range
@@ -60,8 +61,13 @@ class Planner:
         self._sources: dict[str, Source] = {}
         self._forks: dict[str, ForkRecord] = {}
 
-    def join(self, name: str, *, complete: bool, measured: float | None = None) -> None:
-        """Register an instance; `measured` is the rate it was seen to read at before, as a part of B."""
+    def join(
+        self, name: str, *, complete: bool, host: str | None = None, measured: float | None = None
+    ) -> None:
+        """Register an instance, on a host of its own unless one is named.
+
+        `measured` is the rate it was seen to read at before, as a part of B.
+        """
         source = Source(
             instance_id=name,
             address=name,
@@ -71,8 +77,8 @@ class Planner:
             chunk_count=self._chunk_count,
             state="serving" if complete else "loading",
             verified=((0, self._chunk_count),) if complete else (),
-            transports=("http",),
-            place=Place(host=name),
+            transports=("shared_memory", "http"),
+            place=Place(host=host or name),
             max_readers=MAX_READERS,
             expires_at=NEVER,
             ingress_rate=None if measured is None else measured * LINK_BYTES_PER_S,
@@ -87,6 +93,9 @@ class Planner:
         source = self._sources[name]
         gained = held.bit_count() - source.watermark
         rate = gained / self._chunk_count * LINK_BYTES_PER_S * IMAGE_SECONDS / self._heartbeat_s
+        fork = self._forks.get(name)
+        if fork is not None and any(takes_one_host(read.transports) for read in fork.reads):
+            rate = 0.0  # it says nothing of its link
         self._put(
             replace(
                 source,

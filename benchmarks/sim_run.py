@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
 
-from benchmarks.sim_fleet import Fleet, Node
+from benchmarks.sim_fleet import Fleet, Host, Node
 from benchmarks.sim_planner import IMAGE_SECONDS, Ask, Planner
 from planner.batches import window_s
 from rfork.errors import RforkError, SettingsError
@@ -36,6 +36,8 @@ class Scenario:
     targets: int = _option(7, "N")
     seeds: int = _option(1, "M")
     chunks: int = _option(64, "k")
+    hosts: int = _option(0, "the targets share so many hosts, and each host one link; 0: each has its own")
+    local_rate: float = _option(8.0, "the rate between two targets of one host, as a part of B")
     window: int = _option(1, "chunks that a target reads from one source at a time")
     latency: float = _option(0.0, "of each chunk, before its first byte (S/B)")
     heartbeat: float = _option(0.1, "between a target's reports of its progress (S/B)")
@@ -55,9 +57,20 @@ class Scenario:
     draw: int = _option(0, "random seed")
 
     def __post_init__(self) -> None:
-        for name in ("targets", "seeds", "chunks", "window", "heartbeat", "retry", "straggler_rate"):
+        for name in (
+            "targets",
+            "seeds",
+            "chunks",
+            "window",
+            "heartbeat",
+            "retry",
+            "straggler_rate",
+            "local_rate",
+        ):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"--{name.replace('_', '-')} must be more than 0")
+        if self.hosts < 0 or (self.hosts and self.stragglers):
+            raise SettingsError("--hosts must not be less than 0, and goes without --stragglers")
         for name in ("deaths", "stragglers", "late"):
             if not 0 <= getattr(self, name) < 1:
                 raise SettingsError(f"--{name} is a share of the targets: at least 0, less than 1")
@@ -74,7 +87,9 @@ class Outcome:
     late: float | None
     """The longest that a late joiner took, from its own arrival."""
     max_egress: float
-    """The most that any node sent."""
+    """The most that any host sent over the network."""
+    max_ingress: float
+    """The most that any host read over the network: 1.0 where each byte came once."""
     seed_egress: float
     plans: int
     """Answers given by the planner."""
@@ -94,7 +109,14 @@ class Run:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.fleet = Fleet(scenario.chunks, self._finished, window=scenario.window, latency=scenario.latency)
+        self.fleet = Fleet(
+            scenario.chunks,
+            self._finished,
+            window=scenario.window,
+            latency=scenario.latency,
+            local_rate=scenario.local_rate,
+        )
+        self._hosts = [Host(1.0) for _ in range(scenario.hosts)]
         self._planner = Planner(scenario.chunks, heartbeat=scenario.heartbeat)
         self._network = self.fleet.network
         self._asking: dict[Node, set[str]] = {}
@@ -121,6 +143,7 @@ class Run:
             healthy=max(time for node, time in done.items() if node not in self._slow) - begin,
             late=max((done[node] - node.arrived_at for node in targets if node in self._late), default=None),
             max_egress=max(node.egress.carried for node in everybody),
+            max_ingress=max(node.ingress.carried for node in everybody),
             seed_egress=max(node.egress.carried for node in everybody[: self.scenario.seeds]),
             plans=self._plans,
             plan_seconds=self._planner.plan_seconds,
@@ -142,7 +165,8 @@ class Run:
         targets = []
         for number in numbers:
             rate = scenario.straggler_rate if number in slow else 1.0
-            target = self.fleet.target(f"target-{number:05}", rate)
+            host = self._hosts[number % scenario.hosts] if scenario.hosts else None
+            target = self.fleet.target(f"target-{number:05}", rate, host)
             targets.append(target)
             if number in slow:
                 self._slow.add(target)
@@ -158,7 +182,8 @@ class Run:
     def _arrive(self, target: Node) -> None:
         scenario = self.scenario
         measured = target.ingress.rate if scenario.measured else None
-        self._planner.join(target.name, complete=False, measured=measured)
+        host = f"host-{self._hosts.index(target.host)}" if self._hosts else None
+        self._planner.join(target.name, complete=False, host=host, measured=measured)
         self._reading[target] = None
         self._ask(target)
 

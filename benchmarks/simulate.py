@@ -8,9 +8,10 @@ first arrival until the last target that lived is complete; one of 1.0 reads at 
 Beside it, for undisturbed rows, the exact times of other schedules (`benchmarks.sim_contenders`): star,
 doubling, chain, binomial pipeline, and the floor for whole chunks. In disturbed rows "rfork" is the
 median and "worst" the worst of several random draws; "the rest" leaves stragglers out, and "a joiner" is
-the longest that a late joiner took from its own arrival. "most sent" is the most that any node sent, in
-S, "plans" how many the policy made, "plan s" the wall time they took and "watch s" that of looking for
-stragglers. Without --quick: more draws.
+the longest that a late joiner took from its own arrival. "on 4 hosts" are targets that share 4 hosts, each
+with one link to the network and faster ones within. "most sent" and "most read" are the most that any
+host sent and read over the network, in S, "plans" how many the policy made, "plan s" the wall time they
+took and "watch s" that of looking for stragglers. Without --quick: more draws.
 
 `--targets N` asks one question instead: `python -m benchmarks.simulate --targets 1000 --deaths 0.01`.
 """
@@ -32,8 +33,9 @@ from rfork.errors import MissingExtra, RforkError
 SIZES = (1, 3, 7, 15, 31, 100, 1000, 10_000)
 LARGE = 1000
 SEEDS = (2, 4)
-UNDISTURBED, DEATHS, SLOW, KNOWN, LATE, SPREAD = (
-    "undisturbed", "1 % die", "5 % slow", "5 % slow, known", "25 % late", "over 0.2 S/B"
+HOSTS, ON_HOSTS = 4, 32
+UNDISTURBED, DEATHS, SLOW, KNOWN, LATE, SPREAD, SHARED = (
+    "undisturbed", "1 % die", "5 % slow", "5 % slow, known", "25 % late", "over 0.2 S/B", "on 4 hosts"
 )  # fmt: skip
 CONTENDERS = {
     "floor": sim_contenders.floor,
@@ -75,14 +77,19 @@ class Case:
 
     @property
     def most_sent(self) -> float:
-        """The most that any node sent, in S."""
+        """The most that any host sent, in S."""
         return max(outcome.max_egress for outcome in self.outcomes)
+
+    @property
+    def most_read(self) -> float:
+        """The most that any host read over the network, in S."""
+        return max(outcome.max_ingress for outcome in self.outcomes)
 
     def rows(self) -> list[Row]:
         """The case as lines of the table."""
         scenario = self.scenario
         disturbed = _disturbed(scenario)
-        exact = not disturbed and scenario.latency == 0
+        exact = not disturbed and scenario.latency == 0 and not scenario.hosts
         head: dict[str, Value] = {"case": self.name, "N": scenario.targets, "M": scenario.seeds}
         row = head | {"rfork": round(self.total, 3)}
         for name, contender in CONTENDERS.items():
@@ -91,6 +98,7 @@ class Case:
         row |= {
             "worst": round(self.worst, 3) if disturbed else None,
             "most sent": round(self.most_sent, 3),
+            "most read": round(self.most_read, 3),
             "plans": round(median(outcome.plans for outcome in self.outcomes)),
             "plan s": median(outcome.plan_seconds for outcome in self.outcomes),
             "watch s": median(outcome.watch_seconds for outcome in self.outcomes),
@@ -159,6 +167,9 @@ def table(base: Scenario, options: Options) -> list[Case]:
         (KNOWN, replace(large, stragglers=0.05, measured=True), few),
         (LATE, replace(large, late=0.25), few),
         (SPREAD, replace(large, spread=0.2, batch=max(base.batch, 0.005)), few),
+        (SHARED, replace(base, targets=ON_HOSTS, hosts=HOSTS), 1),
+        (f"{SHARED}, 25 % late", replace(base, targets=ON_HOSTS, hosts=HOSTS, late=0.25), few),
+        (f"{SHARED}, 10 % die", replace(base, targets=ON_HOSTS, hosts=HOSTS, deaths=0.1), many),
     ]
     return [simulate(name, scenario, draws) for name, scenario, draws in questions]
 

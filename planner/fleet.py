@@ -6,6 +6,7 @@ Rates are bytes a second, times are in the seconds of `now`, chunk ranges half-o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
@@ -119,6 +120,8 @@ class Group:
     readers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """By instance_id: the forks that read from it, and what part of all that each reads it reads there: of a
     target's link at full speed, that much is its."""
+    local: Mapping[str, AbstractSet[str]] = field(default_factory=dict)
+    """By instance_id: those readers that stay within its host, and take nothing of its network link."""
     shares: Mapping[str, tuple[Share, ...]] = field(default_factory=dict)
     """By the target's instance_id: what it reads now, and from whom."""
     candidates: tuple[str, ...] | None = None

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from planner.fleet import SLOW, Demand, Group, Holders, Share, Source
+from planner.policy.ways import only_on_kernels, only_one_host, takes_one_host
 from planner.shelf import Bucket, Content, Shelf, scopes_of
 from rfork.image.ranges import count
 from rfork.wire import ForkFinish, source_kind
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 NEAR: Final = 4
 """Members of each neighbourhood of a target that a plan looks at."""
+HOSTED: Final = 16
+"""Members of a target's own host that a plan looks at: all of them, on most."""
 ANY: Final = 12
 """Members of the whole group that a plan looks at, besides one for each target of the batch."""
 STRANGER: Final = 0.5
@@ -36,6 +39,7 @@ class LiveGroup:
         self.rank_key = rank_key
         self.sources: dict[str, Source] = {}
         self.readers: dict[str, dict[str, float]] = {}
+        self.local: dict[str, set[str]] = {}
         self.shares: dict[str, tuple[Share, ...]] = {}
         self._forks: dict[str, ForkRecord] = {}  # by target
         self._strangers: dict[str, tuple[str, ...]] = {}
@@ -150,6 +154,7 @@ class LiveGroup:
             rank_key=self.rank_key,
             sources=self.sources,
             readers=self.readers,
+            local=self.local,
             shares=self.shares,
             alone=self.alone,
             candidates=tuple(candidates),
@@ -194,7 +199,8 @@ class LiveGroup:
     def _nearby(self, shelf: Shelf, demands: Sequence[Demand]) -> Iterator[str]:
         scopes = dict.fromkeys(scope for demand in demands for scope in scopes_of(demand.target.place))
         for scope in scopes:
-            yield from shelf.best(scope, NEAR if scope != ("all",) else ANY + len(demands))
+            most = {"host": HOSTED, "all": ANY + len(demands)}.get(scope[0], NEAR)
+            yield from shelf.best(scope, most)
 
     def _holds(self, instance_id: str, layout_id: str) -> bool:
         source = self.sources.get(instance_id)
@@ -243,12 +249,18 @@ class LiveGroup:
         for read in fork.reads:
             readers = self.readers.setdefault(read.source_id, {})
             readers[fork.fork_id] = speed * count(read.chunks) / total
+            if takes_one_host(read.transports):
+                self.local.setdefault(read.source_id, set()).add(fork.fork_id)
             if unknown := self._strangers.get(read.source_id):
                 self._strangers[read.source_id] = tuple(name for name in unknown if name != fork.fork_id)
             self._refresh(read.source_id)
 
     def _unseat(self, fork: ForkRecord) -> None:
         for read in fork.reads:
+            if (local := self.local.get(read.source_id)) is not None:
+                local.discard(fork.fork_id)
+                if not local:
+                    del self.local[read.source_id]
             readers = self.readers.get(read.source_id)
             if readers is not None and readers.pop(fork.fork_id, None) is not None:
                 self._refresh(read.source_id)
@@ -293,19 +305,25 @@ class LiveGroup:
 
     def _bucket(self, source: Source) -> Bucket:
         readers = self.readers.get(source.instance_id, {})
-        load = min(60, math.ceil(4 * sum(readers.values()) / source.weight - 0.01))
+        local = self.local.get(source.instance_id, ())
+        asked = sum(part for fork_id, part in readers.items() if fork_id not in local)
+        load = min(60, math.ceil(4 * asked / source.weight - 0.01))
         missing = 0 if source.complete else 8 - 8 * source.watermark // max(1, source.chunk_count)
         return self._tier(source, len(readers)), load, not source.complete, missing
 
     def _tier(self, source: Source, readers: int) -> int:
-        """0: can be read from; 1: slow; 2: has no seat; 3: waits for nobody; 4: is not to be read from."""
+        """0: can be read from; 1: slow, or by kernels on its GPU alone; 2: has no seat; 3: waits for nobody,
+        or gives within its host alone; 4: is not to be read from.
+        """
         if source.state == "draining" or source.quarantine or source.instance_id in self._missing:
             return 4
         if not source.complete and not self.shares.get(source.instance_id):
             return 3
+        if only_one_host(source.transports):
+            return 3
         if readers >= source.max_readers:
             return 2
-        return 1 if source.slow and not source.complete else 0
+        return 1 if (source.slow and not source.complete) or only_on_kernels(source.transports) else 0
 
     def _count(self, source: Source, change: int) -> None:
         key = (source.weights_id, None) if source.weights_id else (None, source.draft)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter as Tally
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, get_args
 
 from prometheus_client import (
@@ -19,7 +19,8 @@ from prometheus_client import (
 
 from planner.store.records import ForkRecord, InstanceRecord
 from rfork import errors
-from rfork.fields import InstanceState, Outcome, SourceKind, StorageKind
+from rfork.fields import ON_KERNELS, InstanceState, Outcome, SourceKind, StorageKind
+from rfork.settings import TransportName
 from rfork.wire import ForkFinish, SourceFault, source_kind
 
 ERROR_KINDS: Final = frozenset(
@@ -34,6 +35,7 @@ REFUSALS: Final = (
 PLAN_SECONDS: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 TOGETHER: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 EFFICIENCY: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
+TRANSPORTS: Final = (*get_args(TransportName), "other")
 MOST_BYTES: Final = 1 << 60
 """What one source of one fork can be told to have given; a counter must not overflow for one caller."""
 
@@ -58,6 +60,10 @@ class Metrics:
         self._bytes = self._counter(
             "verified_bytes", "Bytes verified by forks that ended: from peers, or what storage gave", "source"
         )
+        self._routes = self._counter(
+            "routes", "Routes planned, by the transport that is tried first", "transport"
+        )
+        self._kernels = self._counter("kernel_routes", "Routes planned that run kernels on the source's GPU")
         self._refused = self._counter("refused_requests", "Requests that met no route", "reason")
         self._conflicts = self._counter(
             "store_conflicts", "Changes made anew because another replica was quicker"
@@ -83,6 +89,13 @@ class Metrics:
     def planned(self, together: int) -> None:
         """So many forks share one plan that was made."""
         self._together.observe(together)
+
+    def routed(self, transports: Sequence[str]) -> None:
+        """A fork is to read from a source that it did not read from before, over these, the first first."""
+        first = transports[0] if transports else "other"
+        self._routes.labels(first if first in TRANSPORTS else "other").inc()
+        if first in ON_KERNELS:
+            self._kernels.inc()
 
     def fault(self, fault: SourceFault) -> None:
         """A target reported a source."""
@@ -144,6 +157,8 @@ class Metrics:
             self._bytes.labels(kind)
         for reason in REFUSALS:
             self._refused.labels(reason)
+        for transport in TRANSPORTS:
+            self._routes.labels(transport)
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"rfork_planner_{name}", what, labels, registry=self.registry)

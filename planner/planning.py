@@ -162,6 +162,10 @@ class Planning:
             for asked, fork in zip(batch, forks, strict=True):
                 if not asked.known:
                     self.log_new(asked.request.instance)
+                before = {read.source_id for read in asked.old.reads} if asked.old else set()
+                for read in fork.reads:
+                    if read.source_id not in before:
+                        self._metrics.routed(read.transports)
                 # What goes as it should is told at its end.
                 unusual = asked.old is not None or not (fork.reads or fork.storage)
                 (self._log.info if unusual else self._log.debug)(

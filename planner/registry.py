@@ -14,6 +14,7 @@ from planner.batches import Batches
 from planner.leases import Clock, LeaseMint
 from planner.metrics import Metrics
 from planner.planning import ATTEMPTS, Planning, busy, check_ranges, finish_of
+from planner.policy.ways import takes_one_host
 from planner.problems import ProblemError
 from planner.state import State
 from planner.store.base import Change, Conflict, Store, StoreUnavailable
@@ -173,7 +174,9 @@ class Registry:
         instances: tuple[InstanceRecord, ...] = ()
         if target is not None:
             report = target.report.model_copy(update={"verified": progress.verified})
-            fastest = max(target.ingress_rate or 0.0, progress.bytes_per_s) or None
+            # How fast it reads within its host says nothing of its link.
+            staying = any(takes_one_host(read.transports) for read in fork.reads)
+            fastest = max(target.ingress_rate or 0.0, 0.0 if staying else progress.bytes_per_s) or None
             instances = (replace(target, report=report, seen_at=now, missing=False, ingress_rate=fastest),)
         try:
             await self.store.commit(Change(instances=instances, forks=(fork,)))

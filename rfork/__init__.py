@@ -12,11 +12,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rfork import artifacts
+    from rfork.artifacts.report import ArtifactReport
     from rfork.engines.torch import fork, seed
     from rfork.errors import RforkError
     from rfork.fork.report import ForkReport
     from rfork.image.capture import capture
-    from rfork.settings import Settings, StorageSettings
+    from rfork.settings import ArtifactSettings, Settings, StorageSettings
     from rfork.storage.modules.lazy import load_tensors, open, tensors
     from rfork.storage.modules.load import LoadReport, load
     from rfork.storage.modules.no_init import no_init
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ArtifactReport": "rfork.artifacts.report",
+    "ArtifactSettings": "rfork.settings",
     "ForkReport": "rfork.fork.report",
     "LoadReport": "rfork.storage.modules.load",
     "Rank": "rfork.wire",
@@ -43,7 +47,12 @@ _HOMES = {
     "tensors": "rfork.storage.modules.lazy",
 }
 
+_ROOMS = frozenset({"artifacts"})
+"""Rooms that are used by their own name: ``rfork.artifacts.fetch(…)``."""
+
 __all__ = [
+    "ArtifactReport",
+    "ArtifactSettings",
     "ForkReport",
     "LoadReport",
     "Rank",
@@ -51,6 +60,7 @@ __all__ = [
     "Settings",
     "StorageSettings",
     "__version__",
+    "artifacts",
     "capture",
     "fork",
     "load",
@@ -64,6 +74,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        return import_module(f"rfork.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'rfork' has no attribute {name!r}")
     value: object = getattr(import_module(_HOMES[name]), name)

@@ -19,13 +19,15 @@ from planner.policy.attach import attach, unfit, wanting
 from planner.policy.cold import elect
 from planner.policy.fanout import fan_out
 from planner.policy.stragglers import stragglers
+from planner.policy.ways import only_one_host
 from planner.policy.working import Working, same_weights
 from rfork.image.ranges import subtract
 
 __all__ = ["plan", "stragglers"]
 
-Kind = tuple[str, int, tuple[str, ...]]
-"""Targets of one layout, chunk count and list of transports can be planned together."""
+Kind = tuple[str, int, tuple[str, ...], str | None]
+"""Targets of one layout, chunk count and list of transports can be planned together; where none of these
+leads to another host, those of one host."""
 
 
 def plan(group: Group, demands: Sequence[Demand], now: float) -> dict[str, Decision]:
@@ -41,7 +43,9 @@ def plan(group: Group, demands: Sequence[Demand], now: float) -> dict[str, Decis
     for demand in demands:
         target = demand.target
         if target.chunk_count and subtract([(0, target.chunk_count)], target.verified):
-            kinds.setdefault((target.layout_id, target.chunk_count, target.transports), []).append(demand)
+            host = target.place.host if only_one_host(target.transports) else None
+            kind = (target.layout_id, target.chunk_count, target.transports, host)
+            kinds.setdefault(kind, []).append(demand)
         else:
             done = Decision(target.weights_id, (), "every chunk is verified already", draft=target.draft)
             working.decide(demand, done)

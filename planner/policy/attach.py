@@ -3,10 +3,12 @@
 For who comes late or alone, and for who lost a source. A source must be *fit* (alive, same layout and
 weights, shares a transport, neither draining nor quarantined nor blamed by this fork), have a free
 *seat*, and be *fed* (see `Working.fed`). What the target reads now it goes on reading while that is
-good. For the rest: whoever shares its host comes first, so that a node pulls each byte over its NIC
-once; then the least loaded, so that targets that come one by one form a chain; then the nearest, the
-complete ones, and the relay that is furthest. Several idle seeds equally near share the work, and so
-do sources that have some egress to spare each; where nobody holds all, each gives what it has.
+good. For the rest: whoever can be read without kernels on its GPU comes first; then whoever shares the
+target's host, so that a node pulls each byte over its NIC once, and there whoever can be read over a
+transport of one host; then the least loaded, so that targets that come one by one form a chain; then
+the nearest, the complete ones, and the relay that is furthest. Several idle seeds equally near share the
+work, and so do sources that have some egress to spare each; where nobody holds all, each gives what it
+has.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Final
 
 from planner.fleet import Decision, Demand, Source, Storage, distance
 from planner.policy import reasons
+from planner.policy.ways import Way, apart, way
 from planner.policy.working import (
     FREE,
     Working,
@@ -27,7 +30,6 @@ from planner.policy.working import (
     readable_by_itself,
     reading,
     same_weights,
-    shared_transports,
 )
 from rfork.image.ranges import Range, count, intersect, normalise, subtract
 
@@ -46,6 +48,7 @@ class Option:
     source: Source
     gives: tuple[Range, ...]
     spare: float
+    way: Way
 
 
 def attach(working: Working, demand: Demand, candidates: Iterable[Source]) -> Decision:
@@ -173,8 +176,8 @@ def _options(
         if obstacle:
             obstacles[source.instance_id] = obstacle
         else:
-            spare = max(0.0, working.spare(source) - keeps.get(source.instance_id, 0.0))
-            options.append(Option(source, gives, spare))
+            spare = max(0.0, working.spare(source, target) - keeps.get(source.instance_id, 0.0))
+            options.append(Option(source, gives, spare, way(source, target)))
             left = subtract(left, gives)
     return options, intersect(full, left)
 
@@ -189,8 +192,13 @@ def _choose(
     first = whole[0]
     if first.source.complete or not first.source.slow:
         whole = [option for option in whole if option.source.complete or not option.source.slow]
+    whole = [option for option in whole if option.way[0] == first.way[0]]
     near = distance(first.source.place, target.place)
-    alike = [option for option in whole if distance(option.source.place, target.place) == near]
+    alike = [
+        option
+        for option in whole
+        if option.way == first.way and distance(option.source.place, target.place) == near
+    ]
     idle = [option for option in alike if option.source.complete and option.spare > 1 - FREE]
     if first in idle:
         return _divided(rest, idle[:STRIPES])
@@ -232,7 +240,7 @@ def _jointly(rest: tuple[Range, ...], options: list[Option]) -> list[tuple[Sourc
 
 def order(
     working: Working, source: Source, target: Source, *, lost: bool = False
-) -> tuple[bool, bool, float, int, bool, bool, int, str]:
+) -> tuple[bool, bool, bool, bool, float, int, bool, bool, int, str]:
     """What comes first is read from first.
 
     To one that begins, those that are furthest are best. One that lost its source needs no more than to be
@@ -240,10 +248,13 @@ def order(
     """
     away = distance(source.place, target.place)
     begun = bool(target.verified) or lost
+    kernels, leaves_host = way(source, target)
     return (
         source.slow and not source.complete,
+        kernels,
         away > 0,
-        round(working.load(source), 1),
+        leaves_host,
+        round(working.load(source, target), 1),
         away,
         begun and source.watermark < target.watermark,
         not source.complete and not begun,
@@ -263,9 +274,7 @@ def unfit(source: Source, demand: Demand, now: float, *, reads: bool = False) ->
         return f"quarantined: {source.quarantine}"
     if source.instance_id in demand.blamed:
         return f"failed this fork: {demand.blamed[source.instance_id]}"
-    if not shared_transports(source, demand.target):
-        return f"offers only {', '.join(source.transports) or 'no transport'}"
-    return ""
+    return apart(source, demand.target)
 
 
 def unfed(working: Working, source: Source, target: Source) -> str:

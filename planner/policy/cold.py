@@ -2,7 +2,8 @@
 
 With a snapshot every chunk can be told right from wrong at once, so several share the read: they form
 a ring, in which each reads its part from storage and takes the rest from the one before it; of many,
-the roots of the two trees read a half each. Else one target is elected: it reads its checkpoint, or
+the roots of the two trees read a half each. They are on as many nodes as can be; the others of a node
+read from theirs. Else one target is elected: it reads its checkpoint, or
 calls its loader, and the others stand behind it while it reads. Either way storage gives every byte
 once.
 """
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import groupby, zip_longest
 from typing import Final
 
 from planner.fleet import Decision, Demand, Storage
 from planner.policy import reasons
 from planner.policy.attach import wanting
-from planner.policy.fanout import SHORT, fan_out, two_trees
+from planner.policy.fanout import SHORT, fan_out, node_of, two_trees, where
 from planner.policy.working import Working, assigned, readable_by_itself, split
 from rfork.image.ranges import Range, subtract
 
@@ -58,19 +60,37 @@ def elect(working: Working, demands: Sequence[Demand]) -> list[Demand]:
     draft = readers[0].target.draft
     planned = {demand.fork_id for demand in readers}
     rest = [wanting(demand, weights_id, draft) for demand in demands if demand.fork_id not in planned]
-    return fan_out(working, rest, [demand.target for demand in readers]) if rest else []
+    left: list[Demand] = []
+    far: list[Demand] = []
+    for node, members in groupby(sorted(rest, key=node_of), key=node_of):
+        near = [demand.target for demand in readers if node_of(demand) == node]
+        if near:
+            left += fan_out(working, list(members), near)
+        else:
+            far += members
+    return left + (fan_out(working, far, [demand.target for demand in readers]) if far else [])
 
 
 def _share(working: Working, readers: list[Demand], able: Mapping[str, Storage]) -> list[Demand]:
     """Have as many as can read the snapshot together; returns those that have a plan now."""
-    seated = [demand for demand in readers if working.seats(demand.target) >= 2]
-    if len(seated) * SHORT > seated[0].target.chunk_count if seated else False:
+    chunk_count = readers[0].target.chunk_count
+    nodes = [list(members) for _, members in groupby(sorted(readers, key=node_of), key=node_of)]
+    leaders = [max(members, key=lambda demand: working.seats(demand.target)) for members in nodes]
+    seated = [
+        leader
+        for leader, members in zip(leaders, nodes, strict=True)
+        if working.seats(leader.target) >= 2 + (len(members) > 1)
+    ]
+    if len(seated) * SHORT > chunk_count:
+        seated.sort(key=where)
         two_trees(working, seated, (), able)
         return seated
-    readers = [demand for demand in readers if working.seats(demand.target)] or readers[:1]
-    readers = readers[: max(1, readers[0].target.chunk_count // SHORT)]
-    _ring(working, readers, able)
-    return readers
+    able_to_give = [[each for each in members if working.seats(each.target)] for members in nodes]
+    # The first of each node, then the second of each.
+    in_turn = [each for turn in zip_longest(*able_to_give) for each in turn if each is not None]
+    chosen = sorted((in_turn or readers)[: max(1, chunk_count // SHORT) if in_turn else 1], key=where)
+    _ring(working, chosen, able)
+    return chosen
 
 
 def _ring(working: Working, readers: Sequence[Demand], able: Mapping[str, Storage]) -> None:

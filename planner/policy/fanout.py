@@ -16,6 +16,7 @@ from typing import Final
 from planner.fleet import Decision, Demand, Source, Storage
 from planner.policy import reasons, trees
 from planner.policy.attach import STRIPES, order, unfit
+from planner.policy.ways import way
 from planner.policy.working import FREE, Working, assigned, merged, split
 from rfork.image.ranges import Range
 
@@ -32,17 +33,16 @@ def fan_out(working: Working, demands: Sequence[Demand], candidates: Iterable[So
 
     All want the same weights and have the same transports; none has failed a source.
     """
-    nodes = [list(members) for _, members in groupby(sorted(demands, key=_node), key=_node)]
+    nodes = [list(members) for _, members in groupby(sorted(demands, key=node_of), key=node_of)]
     leaders = [min(members, key=lambda demand: (demand.target.slow, *_few(demand))) for members in nodes]
     feeds = feeds_for(working, leaders, candidates)
     if not feeds:
         return list(demands)
     behind = {
-        leader.fork_id: sorted((each for each in members if each is not leader), key=_few)
-        for leader, members in zip(leaders, nodes, strict=True)
+        leader.fork_id: _line_behind(leader, members) for leader, members in zip(leaders, nodes, strict=True)
     }
     parts = min(_feed_count(working, feeds, leaders), len(leaders), len(feeds))
-    line = sorted(leaders, key=_where)
+    line = sorted(leaders, key=where)
     feeds = sorted(feeds, key=lambda feed: _place_key(feed))
     for part in range(parts):
         mine = line[len(line) * part // parts : len(line) * (part + 1) // parts]
@@ -67,12 +67,15 @@ def feeds_for(working: Working, demands: Sequence[Demand], candidates: Iterable[
     for source in sorted(candidates, key=lambda source: order(working, source, demand.target)):
         if unfit(source, demand, working.now) or not working.seats(source):
             continue
-        if working.unplanned(source.instance_id) or (halves and working.spare(source) < HALF):
+        load = working.load(source, demand.target)
+        if working.unplanned(source.instance_id) or (halves and 1.0 - load < HALF):
             continue
-        if idle and (working.load(source) > FREE or source.complete != idle[0].complete):
+        if idle and (load > FREE or source.complete != idle[0].complete):
+            break
+        if (idle or halves) and way(source, demand.target) != way((idle or halves)[0], demand.target):
             break
         if working.fed(source, whole, demand.target) == whole:
-            (idle if working.load(source) <= FREE else halves).append(source)
+            (idle if load <= FREE else halves).append(source)
             if len(halves) == 2 or len(idle) == STRIPES * len(demands):
                 break
     return idle or halves
@@ -89,7 +92,7 @@ def _spread(
         return demand.target.slow, _speed(demand, fastest), few_seats
 
     for (_, _, few_seats), members in groupby(
-        sorted(line, key=lambda demand: (kind(demand), _where(demand))), kind
+        sorted(line, key=lambda demand: (kind(demand), where(demand))), kind
     ):
         alike = list(members)
         short = len(alike) * SHORT <= alike[0].target.chunk_count
@@ -169,9 +172,21 @@ def _whole(demand: Demand) -> tuple[Range, ...]:
     return ((0, demand.target.chunk_count),)
 
 
-def _node(demand: Demand) -> str:
+def node_of(demand: Demand) -> str:
+    """The NVLink domain or host of a target: what reads over the network once."""
     place = demand.target.place
     return f"nvlink {place.nvlink}" if place.nvlink is not None else f"host {place.host}"
+
+
+def _line_behind(leader: Demand, members: Sequence[Demand]) -> list[Demand]:
+    """The others of a node: those of one host together, and who takes no reader last."""
+    here = leader.target.place.host
+
+    def key(demand: Demand) -> tuple[bool, bool, str, tuple[int, str]]:
+        host = demand.target.place.host
+        return not demand.target.max_readers, host != here, host, _few(demand)
+
+    return sorted((each for each in members if each is not leader), key=key)
 
 
 def _few(demand: Demand) -> tuple[int, str]:
@@ -184,7 +199,8 @@ def _place_key(source: Source) -> tuple[str, str, str, str]:
     return place.zone or "", place.rack or "", place.host, source.instance_id
 
 
-def _where(demand: Demand) -> tuple[str, str, str, str]:
+def where(demand: Demand) -> tuple[str, str, str, str]:
+    """By this a line of targets is in order: neighbours stand together."""
     return _place_key(demand.target)
 
 

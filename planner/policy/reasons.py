@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from planner.fleet import Assignment, Group, Source, Storage
+from planner.policy.ways import runs_kernels, takes_one_host
 from rfork.image.ranges import Range, count
 
 if TYPE_CHECKING:
@@ -27,10 +28,10 @@ def how(
         for each, chunks in storage
     ]
     if len(assignments) == 1:
-        parts.append(_behind(working, target, assignments[0]))
+        parts.append(_behind(working, target, assignments[0]) + _over(assignments[0]))
     elif assignments:
         named = [
-            f"{_part(each.chunks, target)} from {each.source_id}"
+            f"{_part(each.chunks, target)} from {each.source_id}{_over(each)}"
             for each in sorted(assignments, key=lambda each: each.chunks)[:NAMED]
         ]
         if len(assignments) > NAMED:
@@ -48,6 +49,15 @@ def _behind(working: Working, target: Source, assignment: Assignment) -> str:
     if source.complete:
         return f"from seed {source.instance_id} ({others})"
     return f"behind relay {source.instance_id} ({source.watermark} of {source.chunk_count} chunks, {others})"
+
+
+def _over(assignment: Assignment) -> str:
+    """The transport, where it is one that makes a difference to the source."""
+    if takes_one_host(assignment.transports):
+        return f" over {assignment.transports[0]} on this host"
+    if runs_kernels(assignment.transports):
+        return f" over {assignment.transports[0]}, which runs kernels on the source's GPU"
+    return ""
 
 
 def _part(chunks: tuple[Range, ...], target: Source) -> str:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Final
 
 from planner.fleet import SLOW, Assignment, Decision, Demand, Group, Share, Source, Storage
+from planner.policy.ways import shared_transports, within_host
 from rfork.image.ranges import Range, count, intersect, normalise, subtract
 
 FAR: Final = 64
@@ -27,6 +28,7 @@ class Working:
         self._forks = {demand.fork_id for demand in self._targets.values()}
         self._shares: dict[str, tuple[Share, ...]] = {}
         self._readers: dict[str, dict[str, float]] = {}
+        self._local: dict[str, set[str]] = {}
         for name, demand in self._targets.items():
             # Until its turn comes each is taken to go on as it does.
             good = (share for share in demand.current if share.source_id not in demand.blamed)
@@ -62,13 +64,21 @@ class Working:
         """The forks that read from an instance, and what part of all that each reads it reads there."""
         return self._seated(instance_id)
 
-    def load(self, source: Source) -> float:
-        """How many targets' full speed the source is asked for at once, beside a source of weight 1."""
-        return sum(self.readers(source.instance_id).values()) / source.weight
+    def load(self, source: Source, target: Source | None = None) -> float:
+        """How many targets' full speed the source is asked for at once, beside a source of weight 1.
 
-    def spare(self, source: Source) -> float:
+        Its network link is not asked for what stays within its host: that counts for a `target` that
+        would stay there too, and for nobody else.
+        """
+        readers = self.readers(source.instance_id)
+        local = self._staying(source.instance_id)
+        if not local or (target is not None and within_host(source, target)):
+            return sum(readers.values()) / source.weight
+        return sum(part for fork_id, part in readers.items() if fork_id not in local) / source.weight
+
+    def spare(self, source: Source, target: Source | None = None) -> float:
         """What part of a target's full speed the source could give without slowing its readers."""
-        return max(0.0, 1.0 - self.load(source))
+        return max(0.0, 1.0 - self.load(source, target))
 
     def seats(self, source: Source) -> int:
         """How many more forks may read from the source."""
@@ -124,6 +134,7 @@ class Working:
         """Take back what the demand's target reads: it is decided anew."""
         for share in self._shares[demand.target.instance_id]:
             self._seated(share.source_id).pop(demand.fork_id, None)
+            self._staying(share.source_id).discard(demand.fork_id)
         self._shares[demand.target.instance_id] = ()
 
     def fed(self, source: Source, wanted: tuple[Range, ...], target: Source) -> tuple[Range, ...]:
@@ -171,6 +182,9 @@ class Working:
         for share in shares:
             if share.source_id != own and share.chunks:
                 self._seated(share.source_id)[demand.fork_id] = speed * count(share.chunks) / total
+                source = self.source(share.source_id)
+                if source is not None and within_host(source, demand.target):
+                    self._staying(share.source_id).add(demand.fork_id)
 
     def _seated(self, instance_id: str) -> dict[str, float]:
         if instance_id not in self._readers:
@@ -179,6 +193,12 @@ class Working:
                 fork_id: part for fork_id, part in before.items() if fork_id not in self._forks
             }
         return self._readers[instance_id]
+
+    def _staying(self, instance_id: str) -> set[str]:
+        """Of the instance's readers, those that stay within its host."""
+        if instance_id not in self._local:
+            self._local[instance_id] = set(self.group.local.get(instance_id, ())) - self._forks
+        return self._local[instance_id]
 
 
 def same_weights(source: Source, target: Source) -> bool:
@@ -196,13 +216,6 @@ def reading(target: Source, storage: Storage) -> Source:
     """The target, by the name of what this storage holds."""
     draft = storage.origin if storage.kind == "checkpoint" else None
     return replace(target, weights_id=storage.weights_id, draft=draft)
-
-
-def shared_transports(source: Source, target: Source) -> tuple[str, ...]:
-    """The transports that both have, the target's best first."""
-    if source.transports == target.transports:
-        return target.transports
-    return tuple(name for name in target.transports if name in source.transports)
 
 
 def assigned(target: Source, shares: Iterable[tuple[Source, tuple[Range, ...]]]) -> tuple[Assignment, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from rfork import __version__
-from rfork.cli import convert, doctor, drain, planner, pull, seed, snapshot, status
+from rfork.cli import artifacts, convert, doctor, drain, planner, pull, seed, snapshot, status
 from rfork.cli.console import out
 from rfork.cli.demo import command as demo
 
@@ -21,6 +21,7 @@ app.command("planner")(planner.planner)
 app.command("seed")(seed.seed)
 app.command("pull")(pull.pull)
 app.add_typer(snapshot.app, name="snapshot")
+app.add_typer(artifacts.app, name="artifacts")
 app.command("convert")(convert.convert)
 app.command("status")(status.status)
 app.command("drain")(drain.drain)

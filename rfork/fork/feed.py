@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 
 from rfork.errors import (
     RforkError,
@@ -126,14 +127,15 @@ class Feed:
             self.heard_at = time.monotonic()
             try:
                 self._reader = self._transports[endpoint.transport].connect(
-                    endpoint, self._image, lambda: self._token, step
+                    endpoint, self._image, lambda: self._token, step, partial(peer.talk, channel_id)
                 )
             except TransportUnusable as error:
+                # Its place is taken until the lease ends, for there is no stream whose end would tell.
+                peer.leave(channel_id, step)
                 offered.remove(endpoint.transport)
                 if not offered:
                     raise
                 self._listener.on_detour(self, error)
-                peer.leave(channel_id, step)
             self._check_open()
         self._watch(peer, channel_id)
 

@@ -149,7 +149,7 @@ class Intake:
             hint=error.hint,
         )
         with self._changed:
-            self.sources.reasons.append(error)
+            self.sources.note(error)
 
     def on_failure(self, feed: Giver, error: RforkError) -> None:
         """See `rfork.fork.giver.Listener`."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from rfork.errors import Fault, RforkError, SourceChanged
+from rfork.errors import Fault, RforkError, SourceChanged, TransportUnusable
 from rfork.fork.digests import Digests
 from rfork.fork.feed import Feed
 from rfork.fork.giver import Giver, Listener
@@ -118,6 +118,11 @@ class Sources:
         self._opening.give_up(name)
         self._blame(name, instance_id, "storage", error)
 
+    def note(self, error: TransportUnusable) -> None:
+        """A transport cannot be used with a source that others reach: said once, and nobody is blamed."""
+        if all(str(error) != str(each) for each in self.reasons):
+            self.reasons.append(error)
+
     def _blame(self, name: str, instance_id: str, fault: Fault, error: RforkError) -> None:
         log.warning("source failed", source=short(name), error=error.kind, detail=str(error))
         self.reasons.append(error)
@@ -188,7 +193,8 @@ class Sources:
     @property
     def changing(self) -> bool:
         """Whether the last that failed did so as its weights changed: it may soon give others."""
-        return bool(self.reasons) and isinstance(self.reasons[-1], SourceChanged)
+        failures = (each for each in reversed(self.reasons) if not isinstance(each, TransportUnusable))
+        return isinstance(next(failures, None), SourceChanged)
 
     @property
     def giving(self) -> bool:

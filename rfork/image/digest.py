@@ -6,7 +6,8 @@ with XXH3-128 (seed 0, canonical big-endian form). The digest is BLAKE2b (16 byt
 
 **Why XXH3.** A core hashes 20 to 25 GB/s with it: verification costs what reading the bytes once more
 costs. CRC32C is as fast but has 32 bits; BLAKE2b has no such speed. Its inner loop is sums of 32 x 32
-bit products, so plain tensor operations give the same answer on a GPU (`rfork.image.xxh3_device`).
+bit products, so a GPU gives the same answer: by one kernel that reads each byte once
+(`rfork.image.xxh3_triton`), or by plain tensor operations (`rfork.image.xxh3_device`).
 
 **Why leaves.** Leaves are independent: a GPU hashes thousands side by side, and within a leaf only
 one short step a KiB is sequential. 128 KiB costs a core about a tenth against one long stream;
@@ -32,7 +33,7 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
-from rfork.image import xxh3_device
+from rfork.image.leaf_hasher import leaf_hasher
 
 DIGEST_BYTES = 16
 LEAF_BYTES = 128 << 10
@@ -63,7 +64,7 @@ def digest_bytes(pieces: Sequence[memoryview]) -> bytes:
         room = LEAF_BYTES - (size - rest)
     if room < LEAF_BYTES:
         leaves.append(leaf.digest())
-    return _combine(length, leaves)
+    return _combine(length, b"".join(leaves))
 
 
 class RunningDigest:
@@ -87,19 +88,20 @@ class RunningDigest:
 
     def digest(self) -> bytes:
         """As `digest_bytes` of all pieces."""
-        return _combine(self._length, self._leaves)
+        return _combine(self._length, b"".join(self._leaves))
 
 
 def digest_tensors(pieces: Sequence[torch.Tensor]) -> bytes:
     """The digest of a chunk whose bytes are these tensors (uint8, 1-D, one device), in order.
 
-    Computed on that device; what comes to the host is 16 bytes a leaf, and a last leaf of at most
-    240 bytes as it is.
+    Computed on that device, on its current stream, and waited for; what comes to the host is 16 bytes a
+    leaf, and a last leaf of at most 240 bytes as it is.
     """
-    return _combine(sum(piece.numel() for piece in pieces), xxh3_device.leaf_hashes(pieces, LEAF_BYTES))
+    length = sum(piece.numel() for piece in pieces)
+    return _combine(length, leaf_hasher(pieces[0].device)(pieces, LEAF_BYTES) if pieces else b"")
 
 
-def _combine(length: int, leaves: Sequence[bytes]) -> bytes:
+def _combine(length: int, leaves: bytes) -> bytes:
     state = hashlib.blake2b(length.to_bytes(8, "little"), digest_size=DIGEST_BYTES, person=PERSON)
-    state.update(b"".join(leaves))
+    state.update(leaves)
     return state.digest()

@@ -1,20 +1,20 @@
 """The image in memory: which bytes of the image lie at which address, to read, to fill and to digest.
 
 An `Image` copies nothing and owns nothing but references: its bytes are the tensors' own. Readers on
-the source take them by `segments` (one-sided transports) or `readable` (transports that send from the
-host); the target fills them by `segments` or `writable` and checks them by `digest`.
+the source take them by `segments` (one-sided transports) or `reading` (transports that send from the
+host); the target fills them by `segments` or `writing` and checks them by `digest`. `readable` and
+`writable` are those two in a single step.
 """
 
 from __future__ import annotations
 
-import mmap
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import accumulate
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -24,9 +24,12 @@ from rfork.image.host_memory import HUGE_PAGE, advise_huge_pages, host_view
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.image.regions import CPU, Regions
+from rfork.image.staging import STEP_BYTES, Copies, CudaCopies, Staging
 
 MOST_DIGEST_THREADS = 8
 """Past this many cores the memory bus is the limit of a manifest, not the hash."""
+CHUNKS_IN_FLIGHT = 4
+"""On a GPU, that many threads at least: while one waits for its chunk, others have given it theirs."""
 
 
 class Segment(NamedTuple):
@@ -46,11 +49,14 @@ class Image:
     `regions` are the image's storages in image order: uint8 tensors, 1-D, contiguous, that together
     have `layout.image_bytes` bytes. The image holds them, so addresses stay valid while it lives.
 
-    CUDA: bytes are copied on a stream of the image's own, which does not wait for kernels under way.
-    The constructor waits for them once; whoever changes weights in place later synchronises first.
+    CUDA: bytes are copied and digested on streams of the image's own, which do not wait for kernels under
+    way. The constructor waits for them once; whoever changes weights in place later synchronises first.
+    A method that copies or digests returns once that is done, so what comes next may use any stream.
+
+    `copies`: None for those of the devices that the bytes lie on.
     """
 
-    def __init__(self, layout: Layout, regions: Sequence[torch.Tensor]) -> None:
+    def __init__(self, layout: Layout, regions: Sequence[torch.Tensor], copies: Copies | None = None) -> None:
         self.layout = layout
         # Keeps the storages, and so the addresses, alive.
         self._regions = regions if isinstance(regions, Regions) else Regions.of(regions)
@@ -66,6 +72,9 @@ class Image:
         }
         for device in self._streams:
             torch.cuda.synchronize(device)
+        if copies is None and self._streams:
+            copies = CudaCopies(self._streams)
+        self._staging = None if copies is None else Staging(copies)
         # Made once, as making one costs more than hashing a small tensor, and when they are wanted, as
         # making all at once costs more than all else here.
         self._views: list[memoryview | None] = [None] * len(self._runs)
@@ -75,6 +84,11 @@ class Image:
     def regions(self) -> Regions:
         """The image's storages in image order: uint8 tensors, 1-D, over the tensors' own memory."""
         return self._regions
+
+    @property
+    def runs(self) -> Regions:
+        """The image's memory in as few runs as can be seen as one tensor or view each, in image order."""
+        return self._runs
 
     @property
     def device(self) -> torch.device:
@@ -111,52 +125,57 @@ class Image:
         """The memory of image range `[begin, end)` as uint8 tensors, 1-D, where it lies, in image order."""
         return self._cut(self._memories, self._runs.memory, begin, end)
 
-    def allocations(self) -> list[tuple[int, int]]:
-        """The (address, length) areas that hold the image: few, sorted, disjoint.
+    @contextmanager
+    def reading(
+        self, begin: int, end: int, step: int = STEP_BYTES
+    ) -> Iterator[Iterator[Sequence[memoryview]]]:
+        """The bytes of `[begin, end)` step by step, each as host views in image order, for the `with` block.
 
-        Areas less than a page (4096 bytes) apart are one: all bytes between them lie on the two
-        pages that hold their ends, so the whole area is mapped. On CUDA an area never crosses
-        from one block of the allocator to the next: devices register one block at a time.
+        CPU tensors: one step, their own memory. CUDA tensors: steps of `step` bytes, copied into pinned
+        memory; a step's views are valid until the next is asked for, which is copied meanwhile. No byte
+        out of the range is read, and none after the block.
         """
-        areas: list[tuple[int, int, int]] = []
-        blocks = _device_blocks() if self._streams else []
-        for address, length, device in sorted(self._lengths(), key=itemgetter(0)):
-            block = bisect_right(blocks, address) if device.type == "cuda" else -1
-            if areas and areas[-1][2] == block and address - areas[-1][1] < mmap.PAGESIZE:
-                areas[-1] = (areas[-1][0], max(areas[-1][1], address + length), block)
-            else:
-                areas.append((address, address + length, block))
-        return [(address, end - address) for address, end, _ in areas]
+        if self._staging is None:
+            yield iter([self._host_views(begin, end)])
+            return
+        with closing(self._staging.reading(self._steps(begin, end, step))) as steps:
+            yield steps
+
+    @contextmanager
+    def writing(
+        self, begin: int, end: int, step: int = STEP_BYTES
+    ) -> Iterator[Iterator[Sequence[memoryview]]]:
+        """Host views of `[begin, end)` in image order, step by step, to be filled within the `with` block.
+
+        CPU tensors: one step, their own memory. CUDA tensors: steps of `step` bytes of pinned memory, of
+        undefined content. To ask for the next step is to say that this one is filled: it is copied
+        into the tensors while the next is filled, and all are there once no step is left. One that was
+        not filled when the block ends is not copied.
+        """
+        if self._staging is None:
+            yield iter([self._host_views(begin, end)])
+            return
+        with closing(self._staging.writing(self._steps(begin, end, step))) as steps:
+            yield steps
 
     @contextmanager
     def readable(self, begin: int, end: int) -> Iterator[Sequence[memoryview]]:
-        """The bytes of `[begin, end)` as host views in image order, to read inside the `with` block only.
-
-        CPU tensors: their own memory. CUDA tensors: a pinned host copy, made on the copy engine.
-        """
-        views, staged = self._host_views(begin, end)
-        for memory, host in staged:
-            with torch.cuda.stream(self._streams[memory.device]):
-                host.copy_(memory, non_blocking=True)
-        self._synchronise(staged)
-        yield views
+        """All of `[begin, end)` as `reading` gives it in one step, to read inside the `with` block only."""
+        with self.reading(begin, end, max(1, end - begin)) as steps:
+            yield next(steps)
 
     @contextmanager
     def writable(self, begin: int, end: int) -> Iterator[Sequence[memoryview]]:
-        """Views of `[begin, end)` in image order, to fill inside the `with` block only.
+        """All of `[begin, end)` as `writing` gives it in one step, to fill inside the `with` block only.
 
-        CPU tensors: their own memory. CUDA tensors: pinned host memory, of undefined content, that is
-        copied into the tensors when the block ends without an exception.
+        CUDA tensors: copied when the block ends without an exception, else they stay as they were.
         """
-        views, staged = self._host_views(begin, end)
-        yield views
-        for memory, host in staged:
-            with torch.cuda.stream(self._streams[memory.device]):
-                memory.copy_(host, non_blocking=True)
-        self._synchronise(staged)
+        with self.writing(begin, end, max(1, end - begin)) as steps:
+            yield next(steps)
+            next(steps, None)
 
     def digest(self, chunk: int) -> bytes:
-        """The 16-byte digest of chunk `chunk`, computed where its bytes lie.
+        """The 16-byte digest of chunk `chunk`, computed where its bytes lie: on CUDA on a stream of its own.
 
         In a chunk whose bytes lie on several devices, all are brought to the device of the first
         that is not the CPU: never from a GPU to the host.
@@ -169,15 +188,18 @@ class Image:
         if not devices:
             return digest_bytes([_view(memory) for memory in memories])
         device = min(devices, key=str)
-        return digest_tensors([memory.to(device) for memory in memories])
+        with torch.cuda.stream(self._streams[device]):
+            return digest_tensors([memory.to(device) for memory in memories])
 
     def manifest(self, progress: Callable[[int], None] | None = None, threads: int | None = None) -> Manifest:
-        """The digests of all chunks, on `threads` threads (default: as torch uses, at most 8).
+        """The digests of all chunks, on `threads` threads.
 
+        Default: as many as torch uses, but at most 8, and at least 4 for CUDA tensors.
         `progress` is called on the calling thread, after each chunk, with that chunk's bytes.
         """
         chunks = self.layout.chunks
-        threads = threads or min(torch.get_num_threads(), MOST_DIGEST_THREADS)
+        fewest = CHUNKS_IN_FLIGHT if self._streams else 1
+        threads = threads or max(fewest, min(torch.get_num_threads(), MOST_DIGEST_THREADS))
         digests: list[bytes] = []
         with ThreadPoolExecutor(threads, thread_name_prefix="rfork-digest") as pool:
             for (begin, end), digest in zip(chunks, pool.map(self.digest, range(len(chunks))), strict=True):
@@ -227,30 +249,14 @@ class Image:
             found[0] = found[0][begin - self._begins[first] :]
         return found
 
-    def _host_views(
-        self, begin: int, end: int
-    ) -> tuple[list[memoryview], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Host views of a range; and of each part on a device, its tensor and the staging it is seen by."""
-        if not self._streams:
-            # Views of our own views: the caller may release what it is given.
-            return [view[:] for view in self._cut(self._views, self._runs.view, begin, end)], []
-        memories = self.parts(begin, end)
-        needed = sum(memory.numel() for memory in memories if memory.device.type != "cpu")
-        staging = torch.empty(needed, dtype=torch.uint8, pin_memory=needed > 0)
-        hosts: list[torch.Tensor] = []
-        used = 0
-        for memory in memories:
-            if memory.device.type == "cpu":
-                hosts.append(memory)
-            else:
-                hosts.append(staging[used : used + memory.numel()])
-                used += memory.numel()
-        staged = [(memory, host) for memory, host in zip(memories, hosts, strict=True) if host is not memory]
-        return [_view(host) for host in hosts], staged
+    def _host_views(self, begin: int, end: int) -> Sequence[memoryview]:
+        # Views of our own views: the caller may release what it is given.
+        return [view[:] for view in self._cut(self._views, self._runs.view, begin, end)]
 
-    def _synchronise(self, staged: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for device in {memory.device for memory, _ in staged}:
-            self._streams[device].synchronize()
+    def _steps(self, begin: int, end: int, step: int) -> Iterator[list[torch.Tensor]]:
+        self._covering(begin, end)  # a range that the image does not have is refused before the first step
+        lows = range(begin, max(end, begin + 1), step)  # an empty range is one empty step
+        return (self.parts(low, min(low + step, end)) for low in lows)
 
 
 def _most(regions: Regions) -> torch.device:
@@ -265,9 +271,3 @@ def _most(regions: Regions) -> torch.device:
 
 def _view(memory: torch.Tensor) -> memoryview:
     return host_view(memory.data_ptr(), memory.numel())
-
-
-def _device_blocks() -> list[int]:
-    """The first address of each block that torch's CUDA allocator holds, sorted."""
-    blocks = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-    return sorted(int(block["address"]) for block in blocks)

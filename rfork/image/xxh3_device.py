@@ -11,11 +11,15 @@ arithmetic one under a mask.
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
 import xxhash
+
+from rfork.image.host_memory import host_view
 
 SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
@@ -27,6 +31,10 @@ PRIME32_1, PRIME32_2, PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 PRIME64_1, PRIME64_2, PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 PRIME64_4, PRIME64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
 AVALANCHE = 0x165667919E3779F9
+START = (PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1)
+"""What the accumulators begin with."""
+LAST_OFFSET, LOW_OFFSET, HIGH_OFFSET = len(SECRET) - 64 - 7, 11, len(SECRET) - 64 - 11
+"""Where in the secret the keys of the last 64 bytes and those of both merges begin."""
 
 STRIPE_WORDS, BLOCK_STRIPES, BLOCK_BYTES = 8, 16, 1024
 LOW32 = 0xFFFFFFFF
@@ -35,31 +43,31 @@ SLAB_BYTES = 64 << 20
 """Bytes taken in at once: bounds the temporaries to about twice this."""
 
 
-def leaf_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> list[bytes]:
-    """The canonical XXH3-128 of each leaf of the pieces' bytes (uint8, 1-D, one device), in order.
+def leaf_hashes(pieces: Sequence[torch.Tensor], leaf_bytes: int) -> bytes:
+    """The canonical XXH3-128 of each leaf of the pieces' bytes (uint8, 1-D, one device), in order, joined.
 
     `leaf_bytes` is a multiple of 1024. A last leaf of at most 240 bytes, for which XXH3 has other
     formulas, is hashed on the host.
     """
     length = sum(piece.numel() for piece in pieces)
     whole = length // leaf_bytes * leaf_bytes
-    hashes: list[bytes] = []
+    hashes = b""
     if whole:
         sums: list[_Sums] = []
         step = max(SLAB_BYTES // leaf_bytes, 1) * leaf_bytes
-        for slab in _slabs(pieces, [min(begin, whole) for begin in range(0, whole + step, step)]):
+        for slab in slabs(pieces, [min(begin, whole) for begin in range(0, whole + step, step)]):
             sums.append(_sums(slab.view(-1, leaf_bytes)))
         hashes += _finish(_Sums.join(sums), leaf_bytes)
     if whole < length:
-        (rest,) = _slabs(pieces, [whole, length])
+        (rest,) = slabs(pieces, [whole, length])
         if rest.numel() <= LONGEST_SHORT_INPUT:
-            hashes.append(xxhash.xxh3_128_digest(bytes(rest.tolist())))
+            hashes += xxhash.xxh3_128_digest(bytes(rest.tolist()))
         else:
             hashes += _finish(_sums(rest.view(1, -1)), rest.numel())
     return hashes
 
 
-def _slabs(pieces: Sequence[torch.Tensor], bounds: Sequence[int]) -> Iterator[torch.Tensor]:
+def slabs(pieces: Sequence[torch.Tensor], bounds: Sequence[int]) -> Iterator[torch.Tensor]:
     """The bytes between each two bounds as one tensor at an 8-byte boundary; copied where they are not."""
     begin = 0
     remaining = iter(pieces)
@@ -103,7 +111,7 @@ def _sums(leaves: torch.Tensor) -> _Sums:
     cut = blocks * BLOCK_STRIPES * STRIPE_WORDS
     keys = _keys(0, BLOCK_STRIPES, leaves.device)
     full = _accumulate(words[:, :cut].view(count, blocks, BLOCK_STRIPES, STRIPE_WORDS), keys)
-    tail = _accumulate(last.view(count, 1, STRIPE_WORDS), _keys(len(SECRET) - 64 - 7, 1, leaves.device))
+    tail = _accumulate(last.view(count, 1, STRIPE_WORDS), _keys(LAST_OFFSET, 1, leaves.device))
     if stripes:
         rest = words[:, cut : cut + stripes * STRIPE_WORDS].view(count, stripes, STRIPE_WORDS)
         tail += _accumulate(rest, keys[:stripes])
@@ -122,11 +130,10 @@ def _accumulate(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _finish(sums: _Sums, length: int) -> list[bytes]:
+def _finish(sums: _Sums, length: int) -> bytes:
     """The hashes of leaves of `length` bytes from their sums."""
     device = sums.tail.device
-    start = (PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1)
-    accumulators = torch.tensor([_signed(value) for value in start], device=device).repeat(len(sums.tail), 1)
+    accumulators = torch.tensor([signed(value) for value in START], device=device).repeat(len(sums.tail), 1)
     keys = _keys(len(SECRET) - 64, 1, device)[0]
     for block in sums.blocks:
         accumulators += block
@@ -134,17 +141,26 @@ def _finish(sums: _Sums, length: int) -> list[bytes]:
         accumulators ^= keys
         accumulators *= PRIME32_1
     accumulators += sums.tail
-    low = _merge(accumulators, 11, length * PRIME64_1)
-    high = _merge(accumulators, len(SECRET) - 64 - 11, ~(length * PRIME64_2))
-    return [struct.pack(">qq", *pair) for pair in torch.stack((high, low), 1).tolist()]
+    low = _merge(accumulators, LOW_OFFSET, length * PRIME64_1)
+    high = _merge(accumulators, HIGH_OFFSET, ~(length * PRIME64_2))
+    return canonical(torch.stack((high, low), 1).cpu())
+
+
+def canonical(hashes: torch.Tensor) -> bytes:
+    """Hashes [leaves, (high, low)] (int64, CPU) as their canonical big-endian bytes, joined."""
+    words = array("q")
+    words.frombytes(host_view(hashes.data_ptr(), hashes.numel() * words.itemsize))
+    if sys.byteorder == "little":
+        words.byteswap()
+    return words.tobytes()
 
 
 def _merge(accumulators: torch.Tensor, offset: int, start: int) -> torch.Tensor:
     """XXH3_mergeAccs: accumulators [leaves, 8] -> [leaves]."""
     keyed = accumulators ^ _keys(offset, 1, accumulators.device)[0]
-    total = _multiply_and_fold(keyed[:, 0::2], keyed[:, 1::2]).sum(1) + _signed(start)
+    total = _multiply_and_fold(keyed[:, 0::2], keyed[:, 1::2]).sum(1) + signed(start)
     total ^= _shift_right(total, 37)
-    total *= _signed(AVALANCHE)
+    total *= signed(AVALANCHE)
     return total ^ _shift_right(total, 32)
 
 
@@ -168,7 +184,7 @@ def _keys(offset: int, stripes: int, device: torch.device) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """The int64 with the bits of `value` modulo 2^64."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value

@@ -36,6 +36,16 @@ Answer = Callable[
     [RequestMessage, Context[RequestMessage, ResponseMessage], str], AsyncGenerator[ResponseMessage, None]
 ]
 """Answers one request; told who asks."""
+Conversation = Callable[
+    [
+        RequestMessage,
+        AsyncIterator[RequestMessage],
+        Context[RequestMessage, ResponseMessage],
+        str,
+    ],
+    AsyncGenerator[ResponseMessage, None],
+]
+"""Answers a first request and those that follow it; told who asks."""
 
 
 class Admission:
@@ -60,6 +70,26 @@ class Admission:
         `most` of them are answered at once for one fork. `leased` False: anybody may call it, as often as
         they like, and `answer` is told the empty fork_id.
         """
+
+        def answer_first(
+            asked: RequestMessage,
+            _: AsyncIterator[RequestMessage],
+            context: Context[RequestMessage, ResponseMessage],
+            fork_id: str,
+        ) -> AsyncGenerator[ResponseMessage, None]:
+            return answer(asked, context, fork_id)
+
+        return self.conversation(answer_first, request, most=most, leased=leased)
+
+    def conversation(
+        self,
+        answer: Conversation[RequestMessage, ResponseMessage],
+        request: type[RequestMessage],
+        *,
+        most: int,
+        leased: bool = True,
+    ) -> grpc.RpcMethodHandler[RequestMessage, ResponseMessage]:
+        """The handler of a method whose requests are many; see `handler`."""
         calls: Counter[str] = Counter()
 
         async def serve(
@@ -69,7 +99,7 @@ class Admission:
                 fork_id = self._check(token_of(context)) if leased else ""
                 with _counted(calls, fork_id, most) if leased else nullcontext():
                     asked = await _first(requests, context)
-                    async with aclosing(answer(asked, context, fork_id)) as messages:
+                    async with aclosing(answer(asked, requests, context, fork_id)) as messages:
                         async for message in messages:
                             await _give(message, context)
             except RforkError as error:

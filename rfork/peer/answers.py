@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, aclosing, suppress
 from typing import Protocol
 from urllib.parse import unquote
 
@@ -18,8 +18,9 @@ from rfork.image.manifest import Manifest
 from rfork.peer import admission, codec
 from rfork.peer.admission import Context
 from rfork.peer.base import Progress
+from rfork.peer.lines import MOST_LINES, LineAnswers
 from rfork.peer.v1 import peer_pb2
-from rfork.transport.base import Endpoint
+from rfork.transport.base import Endpoint, Line
 
 SERVICE = "rfork.v1.Peer"
 HEALTH = "grpc.health.v1.Health"
@@ -33,7 +34,7 @@ CHANGED = "the weights changed"
 
 
 class PeerHost(Protocol):
-    """What the peer service needs of the seed it speaks for; every method is quick and thread-safe."""
+    """What the peer service needs of the seed it speaks for; thread-safe, and quick but for `converse`."""
 
     generation: int
 
@@ -67,6 +68,13 @@ class PeerHost(Protocol):
         """Take the place back; one that is gone is no error."""
         ...
 
+    def converse(self, channel_id: str, line: Line) -> None:
+        """Let what gives this channel its bytes talk with the reader, until the line ends.
+
+        Blocks, so it runs on a thread of its own; a channel that is gone ends the line at once.
+        """
+        ...
+
     def on_change(self, listener: Callable[[], None]) -> AbstractContextManager[None]:
         """Call `listener`, on any thread, after each change inside the `with` block."""
         ...
@@ -84,6 +92,8 @@ def handlers(host: PeerHost) -> Iterator[grpc.GenericRpcHandler[Message, Message
     yield serves(SERVICE, {"WatchProgress": watch})
     closed = admitted.handler(answers.close_channel, peer_pb2.CloseChannelRequest)
     yield serves(SERVICE, {"CloseChannel": closed})
+    lines = admitted.conversation(answers.converse, peer_pb2.ConverseRequest, most=MOST_LINES)
+    yield serves(SERVICE, {"Converse": lines})
     health = admitted.handler(_check_health, health_pb2.HealthCheckRequest, leased=False)
     yield serves(HEALTH, {"Check": health})
 
@@ -93,6 +103,7 @@ class _Answers:
 
     def __init__(self, host: PeerHost) -> None:
         self._host = host
+        self._lines = LineAnswers(host)
 
     async def get_manifest(
         self,
@@ -177,9 +188,35 @@ class _Answers:
             self._host.close_channel(request.channel_id)
         yield peer_pb2.CloseChannelResponse()
 
+    async def converse(
+        self,
+        first: peer_pb2.ConverseRequest,
+        requests: AsyncIterator[peer_pb2.ConverseRequest],
+        context: Context[peer_pb2.ConverseRequest, peer_pb2.ConverseResponse],
+        fork_id: str,
+    ) -> AsyncGenerator[peer_pb2.ConverseResponse, None]:
+        """The line of one channel: ends with that, or when either side closes it."""
+        generation = self._host.generation
+        if not self._host.has_channel(first.channel_id, fork_id):
+            self._host.check(admission.token_of(context))  # a fence ends channels too
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no channel {first.channel_id!r}")
+        changed, subscription = self._changes()
+        wake = self._waking(changed)
+        with subscription:
+            carried = self._lines.carry(first.channel_id, fork_id, requests, context, changed, wake)
+            async with aclosing(carried) as messages:
+                async for message in messages:
+                    yield message
+        if self._host.generation != generation:
+            await context.abort(grpc.StatusCode.ABORTED, CHANGED)
+
     def _changes(self) -> tuple[asyncio.Event, AbstractContextManager[None]]:
         """An event of this loop that is set, from any thread, whenever the host changes."""
         event = asyncio.Event()
+        return event, self._host.on_change(self._waking(event))
+
+    def _waking(self, event: asyncio.Event) -> Callable[[], None]:
+        """Sets an event of this loop, from any thread."""
         loop = asyncio.get_running_loop()
 
         def wake() -> None:
@@ -187,7 +224,7 @@ class _Answers:
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(event.set)
 
-        return event, self._host.on_change(wake)
+        return wake
 
 
 async def _check_health(

@@ -12,7 +12,7 @@ from typing import Protocol
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.image.ranges import Range
-from rfork.transport.base import Endpoint, TokenSource
+from rfork.transport.base import Endpoint, Line, TokenSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,10 @@ class Peer(Protocol):
 
     def leave(self, channel_id: str, deadline: float) -> None:
         """Give a channel back that nothing is read by."""
+        ...
+
+    def talk(self, channel_id: str) -> Line:
+        """A line to what gives this channel its bytes; what is wrong with it is found out by `receive`."""
         ...
 
     def watch(self, channel_id: str, keep_alive_s: float) -> Iterator[Progress]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import grpc
 
+from rfork.errors import SourceCorrupt, SourceGone
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.peer import codec
 from rfork.peer.base import Progress
+from rfork.peer.lines import LARGEST_MESSAGE, End
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
 from rfork.settings import TlsSettings
-from rfork.transport.base import Endpoint, TokenSource
+from rfork.transport.base import Endpoint, Line, TokenSource
 from rfork.transport.tls import client_context
 
 Answer = TypeVar("Answer")
@@ -64,6 +67,34 @@ class PeerClient:
         )
         return message.channel_id, codec.endpoint_of(message)
 
+    def talk(self, channel_id: str) -> Line:
+        """See `Peer.talk`."""
+
+        def stirred() -> None:
+            if line.ended:
+                call.cancel()  # type: ignore[no-untyped-call]
+
+        line = End(stirred)
+        try:
+            call = self._stub.Converse(_said(channel_id, line), metadata=self._metadata())
+        except ValueError as error:  # `close` came first
+            raise codec.error_of(error, self.address) from None
+        threading.Thread(target=self._hear, args=(call, line), name="rfork-line", daemon=True).start()
+        return line
+
+    def _hear(self, call: Iterator[peer_pb2.ConverseResponse], line: End) -> None:
+        """Bring what the source says to our end, until either side ends the line."""
+        try:
+            for message in call:
+                if len(message.content) > LARGEST_MESSAGE:
+                    line.end(SourceCorrupt(f"{self.address}: a message of {len(message.content)} bytes"))
+                line.deliver_waiting(message.content)
+                if line.ended:
+                    break
+            line.end(SourceGone(f"{self.address}: the source closed the line"))
+        except (grpc.RpcError, ValueError) as error:
+            line.end(codec.error_of(error, self.address))
+
     def watch(self, channel_id: str, keep_alive_s: float) -> Iterator[Progress]:
         """See `Peer.watch`."""
         request = peer_pb2.WatchProgressRequest(
@@ -99,6 +130,13 @@ class PeerClient:
             return call()
         except (grpc.RpcError, ValueError) as error:
             raise codec.error_of(error, self.address) from None
+
+
+def _said(channel_id: str, line: End) -> Iterator[peer_pb2.ConverseRequest]:
+    """What this side says on a line; iterated on a thread of gRPC's."""
+    yield peer_pb2.ConverseRequest(channel_id=channel_id)
+    while (message := line.outgoing_waiting()) is not None:
+        yield peer_pb2.ConverseRequest(content=message)
 
 
 def _left(deadline: float) -> float:

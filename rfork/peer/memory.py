@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator
 
 from rfork.errors import SourceChanged, SourceGone
@@ -12,9 +13,10 @@ from rfork.image.manifest import Manifest
 from rfork.peer import codec
 from rfork.peer.answers import PeerHost
 from rfork.peer.base import Progress
+from rfork.peer.lines import LOOK_S, End, converse
 from rfork.peer.v1 import peer_pb2
 from rfork.settings import Settings
-from rfork.transport.base import Endpoint, TokenSource
+from rfork.transport.base import Endpoint, Line, TokenSource
 
 
 class MemoryPeers:
@@ -44,6 +46,10 @@ class MemoryPeers:
         if address not in self._hosts:
             raise SourceGone(f"{address}: connection refused")
         return self._hosts[address]
+
+    def lives(self, address: str, host: PeerHost) -> bool:
+        """Whether this host still answers there."""
+        return self._hosts.get(address) is host
 
     def dial(self, address: str, token: TokenSource) -> MemoryPeer:
         """A `rfork.peer.base.Dial` into this network."""
@@ -94,6 +100,24 @@ class MemoryPeer:
         host = self._peers.host(self._address)
         return host.open_channel(host.check(self._token()), layout_id, list(transports), "127.0.0.1")
 
+    def talk(self, channel_id: str) -> Line:
+        """See `Peer.talk`."""
+        host = self._peers.host(self._address)
+        fork_id = host.check(self._token())
+        near, far = joined()
+
+        def follow() -> None:
+            talking = threading.Thread(target=converse, args=(host, channel_id, far), daemon=True)
+            talking.start()
+            while talking.is_alive() and self._peers.lives(self._address, host):
+                if not host.has_channel(channel_id, fork_id):
+                    break
+                talking.join(LOOK_S / 10)
+            far.close()  # what was said until then still arrives
+
+        threading.Thread(target=follow, name="rfork-line", daemon=True).start()
+        return near
+
     def watch(self, channel_id: str, keep_alive_s: float) -> Iterator[Progress]:
         """See `Peer.watch`."""
         host = self._peers.host(self._address)
@@ -139,3 +163,17 @@ class MemoryPeer:
         if host.manifest is None:
             raise SourceGone(f"{self._address}: the relay knows no manifest yet")
         return codec.manifest_parts(host.manifest, host.generation, include_tensors=include_tensors)
+
+
+def joined() -> tuple[End, End]:
+    """A line in memory: its two ends."""
+    one, other = End(), End()
+    for here, there in ((one, other), (other, one)):
+        threading.Thread(target=_carry, args=(here, there), name="rfork-line", daemon=True).start()
+    return one, other
+
+
+def _carry(here: End, there: End) -> None:
+    while (message := here.outgoing_waiting()) is not None:
+        there.deliver_waiting(message)
+    there.end(SourceGone("the other side closed the line"))

@@ -18,10 +18,11 @@ import grpc.aio
 from rfork.errors import PortInUse
 from rfork.peer import admission
 from rfork.peer.answers import MOST_STREAMS, PeerHost, handlers
+from rfork.peer.lines import LARGEST_MESSAGE, MOST_LINES
 from rfork.settings import Settings, TlsSettings, host_port
 from rfork.transport.tls import server_context
 
-LARGEST_REQUEST = 64 << 10
+LARGEST_REQUEST = LARGEST_MESSAGE + 1024
 MOST_CONNECTIONS = 4096
 """At most, and at most half of the descriptors that this process may have: the engine needs some too."""
 HANDSHAKE_S = 10.0
@@ -92,7 +93,7 @@ class PeerServer:
                 ("grpc.max_allowed_incoming_connections", most_connections()),
                 ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
                 ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
-                ("grpc.max_concurrent_streams", MOST_STREAMS + 3 * admission.MOST_CALLS),
+                ("grpc.max_concurrent_streams", MOST_STREAMS + MOST_LINES + 3 * admission.MOST_CALLS),
             ],
         )
         server.add_generic_rpc_handlers(tuple(handlers(self._host)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from rfork.errors import SourceChanged
 from rfork.logs import logger
 from rfork.seed.leases import LeaseBook
-from rfork.transport.base import Endpoint, Exporter
+from rfork.transport.base import Endpoint, Exporter, Line
 
 SWEEP_S = 0.5
 """A reader whose lease has ended keeps its way in no longer than this."""
@@ -80,6 +80,15 @@ class Channels:
                 self._end(channel_id)
                 raise
         return channel_id, exporter.endpoint()
+
+    def converse(self, channel_id: str, line: Line) -> None:
+        """Let the channel's exporter talk with its reader until the line ends; blocks."""
+        with self._lock:
+            way = self._ways.get(channel_id)
+        if way is None:
+            line.close()
+        else:
+            way.exporter.converse(channel_id, line)
 
     def close(self, channel_id: str) -> None:
         """Take the place back at once, and the way in soon after; a channel that is gone is no error."""

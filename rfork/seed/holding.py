@@ -47,6 +47,8 @@ class Holding:
         self._told_at = 0.0
         self._readings = Readings()
         self._updates = threading.Lock()
+        self._digesting = threading.Lock()  # held while the memory is read without a lease
+        self._suspended = False
         self._changing = threading.RLock()  # what is held and its generation, as those who change them see it
         self._lock = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
@@ -58,6 +60,11 @@ class Holding:
     def manifest(self) -> Manifest | None:
         """What the image holds; None while a relay has not learnt it."""
         return self._manifest
+
+    @property
+    def suspended(self) -> bool:
+        """Whether its memory is put away, or about to be."""
+        return self._suspended
 
     @property
     def draining(self) -> bool:
@@ -104,10 +111,14 @@ class Holding:
     def reseal(self) -> None:
         """The image is whole and may hold other weights than before: digest it, then be a seed.
 
-        Unless it is fenced meanwhile: then the bytes may have changed under the digest.
+        Unless it is fenced meanwhile: then the bytes may have changed under the digest; or suspended.
         """
-        generation = self.generation
-        manifest = seal(self.image)
+        with self._digesting:
+            generation = self.generation
+            if self._suspended:
+                log.warning("not resealed: it is suspended", generation=generation)
+                return
+            manifest = seal(self.image)
         with self._changing:
             if self.generation != generation:
                 log.warning("not resealed: it was fenced again meanwhile", generation=self.generation)
@@ -187,7 +198,7 @@ class Holding:
 
     def _be(self, state: InstanceState) -> None:
         # Whoever drains is about to go, whatever becomes of its weights until then.
-        if self._state != "draining":
+        if self._state != "draining" and not (self._suspended and state == "serving"):
             self._state = state
 
     def on_change(self, listener: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
@@ -204,6 +215,11 @@ class Holding:
                     self._listeners.remove(listener)
 
         return subscribed()
+
+    def _watched(self) -> bool:
+        """Whether anybody listens for changes: each reader that has a channel does."""
+        with self._lock:
+            return bool(self._listeners)
 
     def _tell(self) -> None:
         with self._lock:

@@ -19,7 +19,7 @@ from uuid import uuid4
 from rfork.control.client import PlannerClient
 from rfork.control.heartbeat import Heartbeat
 from rfork.control.lease import decode_key
-from rfork.errors import LayoutMismatch, SourceBusy, TransportUnusable
+from rfork.errors import LayoutMismatch, SourceBusy, SourceChanged, TransportUnusable
 from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
@@ -27,12 +27,12 @@ from rfork.logs import logger
 from rfork.peer.server import PeerServer, PeerService, ServePeer
 from rfork.seed.channels import Channels
 from rfork.seed.governor import Governor
-from rfork.seed.holding import Holding
 from rfork.seed.latency import FLOOR_RATE, LatencyGuard, Unit
 from rfork.seed.leases import LeaseBook
 from rfork.seed.pacing import Pacing
+from rfork.seed.suspending import Suspending
 from rfork.settings import Settings
-from rfork.transport.base import Endpoint, Exporter, Transport
+from rfork.transport.base import Endpoint, Line, Transport
 from rfork.wire import InstanceAck, InstanceReport, Placement, Rank, StorageOffer
 
 log = logger(__name__)
@@ -50,7 +50,7 @@ class Identity:
     instance_id: str = field(default_factory=lambda: uuid4().hex)
 
 
-class Seed(Holding):
+class Seed(Suspending):
     """Gives one image to whoever holds a lease. Use as a context manager, or `start` and `close`.
 
     Implements the transports' `Gate` and the peer service's `PeerHost`. `planner` is the seed's own:
@@ -69,17 +69,14 @@ class Seed(Holding):
         planner: PlannerClient | None = None,
         serve_peer: ServePeer = PeerServer,
     ) -> None:
-        super().__init__(image, board, manifest)
+        super().__init__(image, board, manifest, transports)
         self.identity = identity
         self.settings = settings
         self.given_bytes = 0
         self.storage: tuple[StorageOffer, ...] = ()
         """What this instance could read by itself, as the planner is told."""
-        self._transports = transports
-        self._one_sided = {transport.name for transport in transports if transport.one_sided}
-        self._exporters: dict[str, Exporter] = {}
         self._leases = LeaseBook(identity.instance_id, settings.max_readers, clock=time.time)
-        self._channels = Channels(self._leases, self._exporters, self._tell)
+        self._channels = Channels(self._leases, self._exports, self._tell)
         self._latency = LatencyGuard(settings.latency_setpoint, floor=self._floor)
         self._governor = Governor(settings.egress_rate, self._latency, part=self._part_granted)
         self._pacing: Pacing | None = None
@@ -93,9 +90,10 @@ class Seed(Holding):
     def start(self) -> Self:
         """Open the exporters and the peer service, then begin to report to the planner."""
         try:
-            if self._one_sided:
+            if self._exports.one_sided:
                 self._pacing = Pacing(self._governor, lambda: len(self._leases.readers), self._tell)
-            self._export()
+            if not self.suspended:
+                self._open_exports()
             self._channels.start()
             self._peer = self._serve_peer(self, self.settings)
             self._peer.start()
@@ -108,20 +106,6 @@ class Seed(Holding):
         if self._heartbeat is not None:
             self._heartbeat.start()
         return self
-
-    def _export(self) -> None:
-        """Open every transport that can be used for this image. Raises TransportUnusable where none can."""
-        reasons: list[TransportUnusable] = []
-        for transport in self._transports:
-            try:
-                self._exporters[transport.name] = transport.export(self.image, self)
-            except TransportUnusable as error:
-                log.warning(
-                    "transport cannot be used", transport=transport.name, detail=str(error), hint=error.hint
-                )
-                reasons.append(error)
-        if reasons and not self._exporters:
-            raise reasons[0]
 
     def learn_keys(self, lease_keys: Sequence[str]) -> None:
         """Take the keys (base64url) that the planner signs leases for this instance with."""
@@ -166,14 +150,15 @@ class Seed(Holding):
         if self._planner is not None:
             self._planner.close()
 
+    def _open_exports(self) -> None:
+        self._exports.open(self.image, self)
+
     def _close_servers(self) -> None:
         if self._peer is not None:
             self._peer.stop()
             self._peer = None
         self._channels.stop()
-        for exporter in self._exporters.values():
-            exporter.close()
-        self._exporters.clear()
+        self._exports.end()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -248,13 +233,33 @@ class Seed(Holding):
             raise LayoutMismatch(f"the source's layout is {self.image.layout.layout_id}, not {layout_id}")
         if self.draining:
             raise SourceBusy("the source is draining")
-        opened = self._channels.open(fork_id, transports, address)
+        if self.suspended:
+            raise SourceBusy("the source has put its weights away for a while")
+        opened = self._open(fork_id, transports, address)
         self._tell()  # there is one more to share the rate with
         return opened
+
+    def _open(self, fork_id: str, transports: list[str], address: str) -> tuple[str, Endpoint]:
+        while True:
+            offered = next((name for name in transports if name in self._exports), "")
+            try:
+                return self._channels.open(fork_id, transports, address)
+            except TransportUnusable:
+                # Only found out now, on a thread of its exporter's own: the next one is taken.
+                if not offered:
+                    raise
+                self._exports.withdraw(offered)
+                self.poke()
+            except KeyError:
+                raise SourceChanged("the source gives over this transport no more") from None
 
     def has_channel(self, channel_id: str, fork_id: str) -> bool:
         """Whether this fork holds an open channel of this id."""
         return self._leases.holds(channel_id, fork_id)
+
+    def converse(self, channel_id: str, line: Line) -> None:
+        """Let what gives this channel its bytes talk with the reader until the line ends; blocks."""
+        self._channels.converse(channel_id, line)
 
     def close_channel(self, channel_id: str) -> None:
         """Take a reader's place back."""
@@ -271,7 +276,7 @@ class Seed(Holding):
         granted, of which there is at least one reader's.
         """
         readers = len(self._leases.readers)
-        return max(1, readers - self._channels.readers_on(self._one_sided)) / max(1, readers)
+        return max(1, readers - self._channels.readers_on(self._exports.one_sided)) / max(1, readers)
 
     def _end_readers(self) -> None:
         if self._channels.end_all():
@@ -293,11 +298,11 @@ class Seed(Holding):
             image_bytes=layout.image_bytes,
             chunk_count=len(layout.chunks),
             state=self._state,
-            verified=self.board.verified,
+            verified=self.board.verified if not self.suspended else (),
             draft=self.board.draft.partition("-")[0] if self.board.draft is not None else None,
             storage=self.storage,
             address=peer.address if peer is not None else "closed:0",
-            transports=tuple(self._exporters),
+            transports=tuple(self._exports),
             placement=Placement(
                 host=self.settings.host,
                 rack=self.settings.rack,

@@ -9,14 +9,21 @@ from rfork.errors import SettingsError
 from rfork.fields import BY_NAME_ONLY
 from rfork.settings import Settings
 from rfork.transport.base import Availability, Transport
+from rfork.transport.collective import GlooTransport, NcclTransport
+from rfork.transport.cuda_ipc import CudaIpcTransport
 from rfork.transport.http import HttpTransport
+from rfork.transport.shared_memory import SharedMemoryTransport
 from rfork.transport.transfer_engine import TransferEngineTransport
 
 Table = Mapping[str, Callable[[Settings], Transport]]
 
 TRANSPORTS: Table = {
+    "cuda_ipc": CudaIpcTransport,
+    "shared_memory": SharedMemoryTransport,
     "transfer_engine": TransferEngineTransport,
     "http": HttpTransport,
+    "nccl": NcclTransport,
+    "gloo": GlooTransport,
 }
 """Every transport by its name in settings, best first."""
 

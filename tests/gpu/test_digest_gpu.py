@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
+from rfork.image.areas import areas
 from rfork.image.capture import image_of
 from rfork.image.digest import LEAF_BYTES, digest_bytes, digest_tensors
+from rfork.image.leaf_hasher import leaf_hasher
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,6 +23,49 @@ def test_gpu_digest_is_the_cpu_digest(length: int) -> None:
     """A chunk has one digest, wherever its bytes lie."""
     data = torch.randint(0, 256, (length,), dtype=torch.uint8)
     assert digest_bytes([memoryview(bytes(data.tolist()))]) == digest_tensors([data.cuda()])
+
+
+@pytest.fixture
+def kernel() -> None:
+    """The device's kernel is compiled, and used from here on."""
+    pytest.importorskip("triton", reason="Triton is not installed: torch operations hash here")
+    assert leaf_hasher(torch.device("cuda", torch.cuda.current_device())).prepared()
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("length", [1, 240, 241, 1025, 1088, LEAF_BYTES, LEAF_BYTES + 241, (9 << 20) + 77])
+@pytest.mark.parametrize("shift", [0, 1, 4, 8])
+def test_kernel_digest_is_the_cpu_digest(length: int, shift: int) -> None:
+    """The kernel hashes as the CPU does, at any address."""
+    data = torch.randint(0, 256, (length + shift,), dtype=torch.uint8)
+    expected = digest_bytes([memoryview(data[shift:].numpy().tobytes())])
+    assert expected == digest_tensors([data.cuda()[shift:]])
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("sizes", [[5, 3_000_000, 1, 400_000, 70], [131_072, 262_148, 65_536], [33_333] * 90])
+def test_kernel_takes_pieces(sizes: list[int]) -> None:
+    """Leaves that span tensors are joined, the others are read where they lie."""
+    data = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8)
+    pieces = [piece.cuda() for piece in torch.split(data, sizes)]
+    assert digest_bytes([memoryview(data.numpy().tobytes())]) == digest_tensors(pieces)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_threads_and_streams_do_not_mix() -> None:
+    """Many chunks at once, from threads on streams of their own, have the digests that each has alone."""
+    chunks = [torch.randint(0, 256, ((2 << 20) + index,), dtype=torch.uint8) for index in range(24)]
+    on_gpu = [chunk.cuda() for chunk in chunks]
+    torch.cuda.synchronize()
+
+    def digest(chunk: torch.Tensor) -> bytes:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return digest_tensors([chunk])
+
+    with ThreadPoolExecutor(6) as pool:
+        assert [digest_bytes([memoryview(chunk.numpy().tobytes())]) for chunk in chunks] == list(
+            pool.map(digest, on_gpu)
+        )
 
 
 def test_odd_pieces_on_the_gpu() -> None:
@@ -62,4 +109,4 @@ def test_an_image_on_both_devices_is_one_image() -> None:
     image = image_of(mixed)
     on_cpu = image_of({name: tensor.cpu() for name, tensor in mixed.items()})
     assert on_cpu.manifest().weights_id == image.manifest().weights_id
-    assert len(image.allocations()) == 2
+    assert len(areas(image)) == 2

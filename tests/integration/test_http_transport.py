@@ -39,8 +39,10 @@ from rfork.settings import Settings
 from rfork.transport.base import Endpoint
 from rfork.transport.http import HttpTransport, stream
 from rfork.transport.http.answer import ImageFile
+from rfork.transport.http.conversation import SLICE_BYTES
 from rfork.transport.http.server import LOBBY, HttpExporter
 from rfork.transport.tls import client_context
+from tests.fake_device import FakeCopies, on_device
 from tests.transport_contract import CONTRACT, MIXED, TOKEN, FakeGate, Pair, content, image_of, soon
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +54,18 @@ LARGE = (40 * MIB,)
 @contextmanager
 def pair(sizes: tuple[int, ...] = SIZES, **settings: float) -> Iterator[Pair]:
     made = Pair.over(HttpTransport(Settings.model_validate(settings)), sizes)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def staged_pair(copies: FakeCopies, sizes: tuple[int, ...]) -> Iterator[Pair]:
+    """A pair whose tensors lie, on both sides, on a device."""
+    transport, gate = HttpTransport(Settings()), FakeGate()
+    source, target = on_device(image_of(sizes, seed=1), copies), on_device(image_of(sizes), copies)
+    made = Pair(transport, gate, source, target, transport.export(source, gate))
     try:
         yield made
     finally:
@@ -88,6 +102,15 @@ def test_http_keeps_the_contract(check: Callable[[Pair], None]) -> None:
     """Every check of the contract holds over http."""
     with pair(MIXED) as made:
         check(made)
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=[check.__name__ for check in CONTRACT])
+def test_http_keeps_the_contract_between_devices(check: Callable[[Pair], None]) -> None:
+    """Every check of the contract holds where source and target are reached by copies only, step by step."""
+    copies = FakeCopies()
+    with staged_pair(copies, MIXED) as made:
+        check(made)
+    assert [] == copies.under_way
 
 
 # Any client.
@@ -517,6 +540,23 @@ def test_weights_that_change_cut_a_body_short() -> None:
         asked = urllib.request.Request(url_of(made.exporter.endpoint()), headers=AUTHORIZATION)
         with urllib.request.urlopen(asked, timeout=30) as answer, pytest.raises(http.client.IncompleteRead):
             answer.read()
+
+
+def test_nothing_is_fetched_from_a_device_before_it_is_admitted() -> None:
+    """Where the third slice is refused, what was copied is the first two, and no copy is under way."""
+    copies = FakeCopies()
+    with staged_pair(copies, LARGE) as made:
+
+        def change(nbytes: int) -> None:
+            made.gate.changed = len(made.gate.admitted) >= 4
+
+        made.gate.before_slice = change
+        asked = urllib.request.Request(url_of(made.exporter.endpoint()), headers=AUTHORIZATION)
+        with urllib.request.urlopen(asked, timeout=30) as answer, pytest.raises(http.client.IncompleteRead):
+            answer.read()
+        made.exporter.close()
+        expected = 2 * SLICE_BYTES - len(header(made.source.layout))
+        assert (expected, []) == (copies.begun_bytes, copies.under_way)
 
 
 def test_closing_cuts_readers_and_leaves_no_thread() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rfork.errors import SettingsError, SourceError, SourceGone, SourceStalled, TargetError
+from rfork.errors import SourceError, SourceGone, SourceStalled, TargetError, TransportUnusable
 from rfork.image.layout import Layout
 from rfork.image.memory import Image, Segment
 from rfork.image.specs import TensorSpec
@@ -386,7 +386,7 @@ def test_tcp_is_refused_unless_allowed() -> None:
     """Without unguarded_tcp a machine without RDMA neither exports nor connects."""
     transport = TransferEngineTransport(Settings())
     image, _ = empty_target([64])
-    with pytest.raises(SettingsError, match="a lease lets a whole host read"):
+    with pytest.raises(TransportUnusable, match="a lease lets a whole host read"):
         transport.export(image, OpenGate())
 
 

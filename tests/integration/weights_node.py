@@ -89,6 +89,18 @@ class Instance:
                     raise ValueError("only a seed is fenced")
                 self._seed.fence()
                 return {}
+            case "suspend":
+                if self._seed is None:
+                    raise ValueError("only a seed is suspended")
+                self._seed.suspend()
+                fill(self._module, CHECKPOINT)  # what lay there is gone: whoever still read it would see
+                return {}
+            case "resume":
+                if self._seed is None:
+                    raise ValueError("only a seed is resumed")
+                self._module = module_of(number)  # at other addresses
+                self._seed.resume(capture(self._module))
+                return {"acknowledged": self._seed.wait_acknowledged(ANSWER_S)}
             case "write":
                 with capture(self._module).writable(number * MIB, number * MIB + 1) as (view,):
                     view[0] ^= 0xFF

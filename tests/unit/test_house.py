@@ -32,8 +32,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "peer": FOUNDATION | {"image", "transport", "control"},
     "seed": FOUNDATION | {"image", "transport", "storage", "control", "peer"},
     "fork": FOUNDATION | {"image", "transport", "storage", "control", "peer", "seed"},
-    "engines": FOUNDATION | {"image", "transport", "storage", "control", "peer", "seed", "fork"},
-    "cli": FOUNDATION | {"image", "transport", "storage", "control", "peer", "seed", "fork", "engines"},
+    "artifacts": FOUNDATION | {"image", "transport", "storage", "control", "peer", "seed", "fork"},
+    "engines": FOUNDATION | {"image", "transport", "storage", "control", "peer", "seed", "fork", "artifacts"},
+    "cli": FOUNDATION
+    | {"image", "transport", "storage", "control", "peer", "seed", "fork", "artifacts", "engines"},
 }
 # All that the planner may know of the other side; none of it imports torch.
 PLANNER_MAY_IMPORT = {
@@ -112,8 +114,9 @@ def test_planner_knows_only_what_both_sides_share() -> None:
 def test_public_names() -> None:
     """These are the names that users of the package may rely on, and each of them is there."""
     expected = [
-        "ForkReport", "LoadReport", "Rank", "RforkError", "Settings", "StorageSettings", "__version__",
-        "capture", "fork", "load", "load_tensors", "no_init", "open", "save", "seed", "tensors",
+        "ArtifactReport", "ArtifactSettings", "ForkReport", "LoadReport", "Rank", "RforkError", "Settings",
+        "StorageSettings", "__version__", "artifacts", "capture", "fork", "load", "load_tensors", "no_init",
+        "open", "save", "seed", "tensors",
     ]  # fmt: skip
     assert expected == rfork.__all__
     assert [] == [name for name in expected if getattr(rfork, name) is None]

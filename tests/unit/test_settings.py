@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rfork.errors import SettingsError
-from rfork.settings import PlannerSettings, Settings, load
+from rfork.settings import PlannerSettings, Settings, load, node_name
 
 
 @pytest.mark.parametrize(
@@ -57,3 +59,37 @@ def test_a_value_that_cannot_be_used_is_one_line_that_names_its_variable(
 def test_others_are_told_an_address_they_can_reach(bind: str, advertise: str | None, expected: str) -> None:
     """What is advertised wins over what is bound."""
     assert expected == Settings(bind=bind, advertise=advertise).reachable_at
+
+
+BOOT_ID = "25b1112e-111c-4543-81c4-4fa2ecce3d13"
+NODES = [
+    ("the node itself", "uts:[4026531838]", BOOT_ID, "pod-x"),
+    ("a container", "uts:[4026532177]", BOOT_ID, "boot-25b1112e111c4543"),
+    ("a sandbox that tells no boot id", "uts:[4026532177]", "", "pod-x"),
+    ("no Linux", None, None, "pod-x"),
+]
+
+
+@pytest.mark.parametrize(("where", "namespace", "boot_id", "expected"), NODES)
+def test_containers_of_one_node_call_it_by_one_name(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    namespace: str | None,
+    boot_id: str | None,
+    expected: str,
+) -> None:
+    """The host name where that is the node's own, else what the kernel says to all of them."""
+    monkeypatch.setattr("socket.gethostname", lambda: "pod-x")
+    if namespace is not None and boot_id is not None:
+        (tmp_path / "self/ns").mkdir(parents=True)
+        (tmp_path / "self/ns/uts").symlink_to(namespace)
+        (tmp_path / "sys/kernel/random").mkdir(parents=True)
+        (tmp_path / "sys/kernel/random/boot_id").write_text(f"{boot_id}\n")
+    assert expected == node_name(tmp_path)
+
+
+def test_a_host_that_is_named_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a deployment knows better, it says."""
+    monkeypatch.setenv("RFORK_HOST", "gpu-17")
+    assert "gpu-17" == load(Settings).host

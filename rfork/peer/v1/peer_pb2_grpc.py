@@ -55,6 +55,11 @@ class PeerStub:
                 request_serializer=rfork_dot_peer_dot_v1_dot_peer__pb2.WatchProgressRequest.SerializeToString,
                 response_deserializer=rfork_dot_peer_dot_v1_dot_peer__pb2.WatchProgressResponse.FromString,
                 _registered_method=True)
+        self.Converse = channel.stream_stream(
+                '/rfork.v1.Peer/Converse',
+                request_serializer=rfork_dot_peer_dot_v1_dot_peer__pb2.ConverseRequest.SerializeToString,
+                response_deserializer=rfork_dot_peer_dot_v1_dot_peer__pb2.ConverseResponse.FromString,
+                _registered_method=True)
         self.CloseChannel = channel.unary_unary(
                 '/rfork.v1.Peer/CloseChannel',
                 request_serializer=rfork_dot_peer_dot_v1_dot_peer__pb2.CloseChannelRequest.SerializeToString,
@@ -96,6 +101,15 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Converse(self, request_iterator, context):
+        """Messages between a channel's reader and what gives it the bytes, both ways and in order: what the two
+        have to agree on while bytes move, by a transport that needs that. The first message names the channel.
+        Ends with the channel, or when either side has said all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CloseChannel(self, request, context):
         """Give the place back. Closing a channel that is gone is not an error.
         """
@@ -120,6 +134,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.WatchProgress,
                     request_deserializer=rfork_dot_peer_dot_v1_dot_peer__pb2.WatchProgressRequest.FromString,
                     response_serializer=rfork_dot_peer_dot_v1_dot_peer__pb2.WatchProgressResponse.SerializeToString,
+            ),
+            'Converse': grpc.stream_stream_rpc_method_handler(
+                    servicer.Converse,
+                    request_deserializer=rfork_dot_peer_dot_v1_dot_peer__pb2.ConverseRequest.FromString,
+                    response_serializer=rfork_dot_peer_dot_v1_dot_peer__pb2.ConverseResponse.SerializeToString,
             ),
             'CloseChannel': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseChannel,
@@ -214,6 +233,33 @@ class Peer:
             '/rfork.v1.Peer/WatchProgress',
             rfork_dot_peer_dot_v1_dot_peer__pb2.WatchProgressRequest.SerializeToString,
             rfork_dot_peer_dot_v1_dot_peer__pb2.WatchProgressResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Converse(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/rfork.v1.Peer/Converse',
+            rfork_dot_peer_dot_v1_dot_peer__pb2.ConverseRequest.SerializeToString,
+            rfork_dot_peer_dot_v1_dot_peer__pb2.ConverseResponse.FromString,
             options,
             channel_credentials,
             insecure,

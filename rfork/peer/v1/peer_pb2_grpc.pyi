@@ -53,6 +53,11 @@ class PeerStub:
     every keep_alive_ms. The stream ends when the channel is closed, with ABORTED when chunks that
     it named can no longer be read.
     """
+    Converse: _grpc.StreamStreamMultiCallable[_peer_pb2.ConverseRequest, _peer_pb2.ConverseResponse]
+    """Messages between a channel's reader and what gives it the bytes, both ways and in order: what the two
+    have to agree on while bytes move, by a transport that needs that. The first message names the channel.
+    Ends with the channel, or when either side has said all.
+    """
     CloseChannel: _grpc.UnaryUnaryMultiCallable[_peer_pb2.CloseChannelRequest, _peer_pb2.CloseChannelResponse]
     """Give the place back. Closing a channel that is gone is not an error."""
 
@@ -78,6 +83,11 @@ class PeerAsyncStub(PeerStub):
     """Which chunks can be read: what there is at once, then each change, then a keep-alive at least
     every keep_alive_ms. The stream ends when the channel is closed, with ABORTED when chunks that
     it named can no longer be read.
+    """
+    Converse: _aio.StreamStreamMultiCallable[_peer_pb2.ConverseRequest, _peer_pb2.ConverseResponse]  # type: ignore[assignment]
+    """Messages between a channel's reader and what gives it the bytes, both ways and in order: what the two
+    have to agree on while bytes move, by a transport that needs that. The first message names the channel.
+    Ends with the channel, or when either side has said all.
     """
     CloseChannel: _aio.UnaryUnaryMultiCallable[_peer_pb2.CloseChannelRequest, _peer_pb2.CloseChannelResponse]  # type: ignore[assignment]
     """Give the place back. Closing a channel that is gone is not an error."""
@@ -119,6 +129,17 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
         """Which chunks can be read: what there is at once, then each change, then a keep-alive at least
         every keep_alive_ms. The stream ends when the channel is closed, with ABORTED when chunks that
         it named can no longer be read.
+        """
+
+    @_abc_1.abstractmethod
+    def Converse(
+        self,
+        request_iterator: _MaybeAsyncIterator[_peer_pb2.ConverseRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_peer_pb2.ConverseResponse], _abc.AsyncIterator[_peer_pb2.ConverseResponse]]:
+        """Messages between a channel's reader and what gives it the bytes, both ways and in order: what the two
+        have to agree on while bytes move, by a transport that needs that. The first message names the channel.
+        Ends with the channel, or when either side has said all.
         """
 
     @_abc_1.abstractmethod

@@ -66,8 +66,8 @@ class HttpReader:
 
         A range outside the image is a ValueError.
         """
-        with self._image.writable(begin, end) as views:
-            cursor = Cursor(views)
+        with self._image.writing(begin, end) as steps:
+            cursor = Cursor((), steps)
             while cursor.left:
                 until = min(cursor.done + REQUEST_BYTES, end - begin)
                 self._read_request(cursor, begin, until, deadline)

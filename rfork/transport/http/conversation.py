@@ -82,12 +82,18 @@ class Conversation:
         begin, fork_id = decided.begin, decided.fork_id or ""
         while begin < decided.end:
             end = begin + file.gate.grant(min(decided.end - begin, SLICE_BYTES), fork_id)
-            # Asked again for each slice: leases end and weights change while a body is under way.
+            until = time.monotonic() + self._stall_s
+            # Asked again for each slice: leases end and weights change while a body is under way. What a
+            # GPU holds is fetched ahead within a slice only: never before it is admitted, and once the
+            # block ends no copy is under way.
             with (
                 file.reading(token, begin, end, self.stream.cut),
-                file.image.readable(max(0, begin - data), max(0, end - data)) as views,
+                file.image.reading(max(0, begin - data), max(0, end - data)) as steps,
             ):
-                self.stream.send([head, file.header[begin:end], *views], self._stall_s)
+                front = [head, file.header[begin:end]]
+                for views in steps:
+                    self.stream.send([*front, *views], until - time.monotonic())
+                    front = []
             head, begin = b"", end
 
     def _linger(self) -> None:

@@ -16,8 +16,8 @@ import struct
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain
 from typing import Protocol
 
 Bytes = bytes | memoryview
@@ -31,14 +31,18 @@ TLS_PIECE = 256 << 10
 
 
 class Cursor:
-    """A place in a line of views that are filled or sent in order."""
+    """A place in a line of views that are filled or sent in order.
 
-    def __init__(self, views: Sequence[Bytes]) -> None:
-        self._views = [memoryview(view) for view in views if len(view)]
-        self._ends = list(accumulate(map(len, self._views)))
-        self._index = 0
-        self.done = 0
-        self.left = self._ends[-1] if self._ends else 0
+    `more` gives the views behind these, step by step, and is asked for a step once all before it is done.
+    `left` are the bytes to go of the step that is under way: 0 only where there is no step behind it.
+    """
+
+    def __init__(self, views: Sequence[Bytes], more: Iterable[Sequence[Bytes]] = ()) -> None:
+        self._steps = chain((views,), more)
+        self._views: list[memoryview] = []
+        self._ends: list[int] = []  # of the step's views, counted from the first step's begin
+        self.done = self.left = self._index = 0
+        self._next()
 
     def window(self, most_bytes: int, most_views: int = MOST_VIEWS) -> list[memoryview]:
         """The next views, at most this many bytes and views."""
@@ -58,6 +62,8 @@ class Cursor:
         self.done += count
         self.left -= count
         self._index = bisect_right(self._ends, self.done, self._index)
+        if not self.left:
+            self._next()
 
     def put(self, data: bytes) -> None:
         """Copy `data` in at this place; for the few bytes that came along with a message head."""
@@ -67,6 +73,15 @@ class Cursor:
             target[:] = source[: target.nbytes]
             source = source[target.nbytes :]
             self.advance(target.nbytes)
+
+    def _next(self) -> None:
+        for views in self._steps:
+            self._views = [memoryview(view) for view in views if len(view)]
+            self._ends = list(accumulate(map(len, self._views), initial=self.done))[1:]
+            self._index = 0
+            if self._ends:
+                self.left = self._ends[-1] - self.done
+                break
 
 
 class Stream(Protocol):

@@ -10,19 +10,20 @@ from __future__ import annotations
 import json
 import socket
 import struct
-import threading
 import time
 from collections.abc import Sequence
 from enum import Enum
-from typing import Literal
 
-import torch
-
-from rfork.errors import RforkError, SettingsError, SourceGone, SourceStalled, TargetError
-from rfork.transport.transfer_engine.library import NativeEngine, new_engine
+from rfork.errors import (
+    DeviceDown,
+    RforkError,
+    SourceGone,
+    SourceStalled,
+    TransportUnusable,
+)
+from rfork.image.areas import Area
+from rfork.transport.transfer_engine.library import NativeEngine, Wire, new_engine
 from rfork.transport.transfer_engine.packet_filter import PacketFilter
-
-Protocol = Literal["rdma", "tcp"]
 
 _METADATA, _PROBE = 1, 3
 """Mooncake's handshake messages for "send your segment's description" and "are you there"."""
@@ -41,7 +42,7 @@ class TransferState(Enum):
 
 
 class Engine:
-    """A running engine. Raises SettingsError when `protocol` cannot start here. Not usable after fork().
+    """A running engine. Raises TransportUnusable kinds when it cannot start. Not usable after fork().
 
     `host` is the address that peers use; the engine listens on every interface whatever it says. Only
     hosts that its `packet_filter` lets in reach it. Between the engine's own start and the filter's, about a
@@ -49,13 +50,14 @@ class Engine:
     that arrives in it ends the process.
     """
 
-    def __init__(self, host: str, protocol: Protocol, devices: str = "") -> None:
+    def __init__(self, host: str, protocol: Wire, devices: str = "") -> None:
         self.protocol = protocol
-        self._native: NativeEngine | None = new_engine()
+        self._native: NativeEngine | None = new_engine(protocol)
         self._registered: list[int] = []
         if self._native.initialize(host, "P2PHANDSHAKE", protocol, devices) != 0:
-            raise SettingsError(
-                f"transfer_engine could not start over {protocol} at {host}",
+            failed = DeviceDown if protocol == "rdma" else TransportUnusable
+            raise failed(
+                f"transfer_engine could not start over {protocol} at {host}" + (devices and f" ({devices})"),
                 hint="run with MC_LOG_LEVEL=INFO to see why; check RFORK_ADVERTISE and RFORK_RDMA_DEVICES",
             )
         port = self._native.get_rpc_port()
@@ -82,16 +84,16 @@ class Engine:
             probe(f"{_SELF}:{port}", time.monotonic() + _START_S)
         self.packet_filter.let_out("self")
 
-    def register(self, areas: Sequence[tuple[int, int]]) -> None:
-        """Make (address, length) areas readable and writable for peers. Raises SettingsError."""
+    def register(self, areas: Sequence[Area]) -> None:
+        """Make (address, length) areas readable and writable for peers. Raises TransportUnusable."""
         if not areas:
             return
         addresses, lengths = [address for address, _ in areas], [length for _, length in areas]
         status = self._running().batch_register_memory(addresses, lengths)
         if status != 0:
-            raise SettingsError(
+            raise TransportUnusable(
                 f"transfer_engine could not register {len(areas)} memory areas (status {status})",
-                hint="over RDMA, raise the locked-memory limit (ulimit -l unlimited); see rfork doctor",
+                hint="raise the locked-memory limit (ulimit -l unlimited); rfork doctor says more",
             )
         self._registered.extend(addresses)
 
@@ -134,72 +136,6 @@ class Engine:
         return self._native
 
 
-def connect_engine(
-    session: str, remote: int, protocol: Protocol, host: str, devices: str, deadline: float
-) -> Engine:
-    """Target side: an engine that did its handshake with `session`, shown by reading the byte at `remote`.
-
-    Raises SourceGone or SourceStalled by `deadline` (`time.monotonic()`), or TargetError for what fails
-    on this side. A handshake cannot be
-    broken off, so one that hangs is left to a thread of its own, which takes its engine down later.
-    """
-    probe(session, deadline)
-    engine = Engine(host, protocol, devices)
-    outcome: list[TransferState | RforkError] = []
-    decided = threading.Condition()
-    abandoned = False
-
-    def handshake() -> None:
-        # Goes to memory of the thread's own, so that a late byte does no harm.
-        scratch = torch.zeros(4096, dtype=torch.uint8)
-        try:
-            if protocol == "rdma":
-                # The source asks back for the description of this side. Over TCP nobody comes here.
-                _let_source_in(engine, session)
-                engine.register([(scratch.data_ptr(), scratch.numel())])
-            read = engine.start_read(session, scratch.data_ptr(), remote, 1)
-            wait = threading.Event()
-            while (state := engine.state(read)) is TransferState.RUNNING:
-                wait.wait(0.0005)
-            result: TransferState | RforkError = state
-        except RforkError as error:
-            result = error
-        except Exception as error:  # out of memory, or a bug: the source is not to blame for it
-            result = TargetError(f"{type(error).__name__} before the first read of {session}: {error}")
-        with decided:
-            outcome.append(result)
-            decided.notify()
-            if abandoned:
-                engine.close()
-
-    try:
-        threading.Thread(target=handshake, name="rfork-handshake", daemon=True).start()
-    except RuntimeError as error:
-        engine.close()
-        raise TargetError(f"no thread for the transfer_engine handshake: {error}") from error
-    with decided:
-        if not decided.wait_for(lambda: outcome, max(deadline - time.monotonic(), 0)):
-            abandoned = True
-            raise SourceStalled(f"{session} did not finish the transfer_engine handshake in time")
-    if outcome[0] is TransferState.DONE:
-        return engine
-    engine.close()
-    if isinstance(outcome[0], RforkError):
-        raise outcome[0]
-    raise SourceGone(f"{session} refused the first read over transfer_engine")
-
-
-def _let_source_in(engine: Engine, session: str) -> None:
-    """Raises SourceGone when the session's host has no address."""
-    host, _, port = session.rpartition(":")
-    try:
-        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise SourceGone(f"{session} is not reachable: {error}") from error
-    for address in {str(address[0]) for *_, address in found}:
-        engine.packet_filter.let_in(f"source at {address}", address)
-
-
 def probe(session: str, deadline: float, patience_s: float = 2.0) -> None:
     """Ask the handshake port of `session` for a sign of life, without any engine.
 
@@ -224,7 +160,7 @@ def _data_port(port: int) -> int:
         answer = json.loads(_ask(_SELF, port, _METADATA, _START_S, most=_LARGEST_ANSWER)[9:])
         return int(answer["tcp_data_port"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SettingsError(f"transfer_engine does not tell its data port: {error!r}") from error
+        raise TransportUnusable(f"transfer_engine does not tell its data port: {error!r}") from error
 
 
 def _ask(host: str, port: int, kind: int, timeout: float, *, most: int) -> bytes:

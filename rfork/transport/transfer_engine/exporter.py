@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 
-from rfork.errors import SettingsError
+from rfork.errors import RforkError, SourceBusy, TransportUnusable
+from rfork.image.areas import Area
 from rfork.image.memory import Image
 from rfork.logs import logger
+from rfork.niceness import stand_back
 from rfork.transport.base import Endpoint, Plain
-from rfork.transport.transfer_engine.engine import Engine, Protocol
+from rfork.transport.transfer_engine.engine import Engine
+from rfork.transport.transfer_engine.library import Wire
+from rfork.transport.transfer_engine.registering import areas_to_register, register
 
-MOST_AREAS = 10_000
-"""From about 12,000 areas on, the engine's handshake message passes its 1 MiB limit, and every read fails."""
+WAIT_S = 3.0
+"""All readers together wait so long for the memory to be registered; who comes later is told to come again.
+They wait on the peer service's own thread, so this also bounds for how long that answers nobody."""
 
 log = logger(__name__)
 
@@ -25,59 +31,131 @@ class TransferEngineExporter(Plain):
     reads no more. Over RDMA its network card keeps what it was granted until this exporter is closed.
 
     Whoever is let in may also write: the engine knows no readers that only read. A relay's unverified
-    chunks are readable too: readers rely on WatchProgress for what may be read, and on the digests for
-    what arrived.
+    chunks are readable too, as is what lies between two tensors of one area (`rfork.image.areas`): readers
+    rely on WatchProgress for what may be read, and on the digests for what arrived.
 
-    Raises SettingsError when the image lies in too many areas to register, or the engine cannot start.
+    The engine starts and registers on a thread of its own, as that takes seconds for a large model: the
+    engine's own start-up goes on meanwhile. Its threads, and those that it starts, are nicer by `nice`.
+    Raises TransportUnusable when the image lies in too many areas to register; what goes wrong later is
+    logged, and raised to whoever wants to read.
     """
 
-    def __init__(self, image: Image, host: str, protocol: Protocol, devices: str) -> None:
-        areas = image.allocations()
-        if len(areas) > MOST_AREAS:
-            raise SettingsError(
-                f"the image lies in {len(areas)} memory areas, transfer_engine takes at most {MOST_AREAS}",
-                hint="use RFORK_TRANSPORTS=http, or load the model into fewer, larger allocations",
-            )
-        self._lock = threading.Lock()
-        self._engine = Engine(host, protocol, devices)
-        try:
-            self._engine.register(areas)
-        except SettingsError:
-            self._engine.close()
-            raise
+    def __init__(self, image: Image, host: str, protocol: Wire, devices: str, nice: int = 0) -> None:
+        found = areas_to_register(image, len(devices.split(",")) if protocol == "rdma" else 0)
+        self._changed = threading.Condition()
+        self._engine: Engine | None = None
+        self._endpoint: Endpoint | None = None
+        self._error: TransportUnusable | None = None
+        self._closed = False
+        self._asked_at: float | None = None
         # Also keeps the registered memory alive.
         self._image: Image | None = image
-        self._endpoint = Endpoint(
-            "transfer_engine",
-            {
-                "session": self._engine.session,
-                "protocol": protocol,
-                # On a device, areas that are near one another may be registered apart.
-                "gather": "yes" if image.device.type == "cpu" else "no",
-            },
-            tuple(image.segments(0, image.layout.image_bytes)),
+        self._thread = threading.Thread(
+            target=self._prepare,
+            args=(image, found, host, protocol, devices, nice),
+            name="rfork-register",
+            daemon=True,
         )
+        self._thread.start()
+
+    def endpoint(self) -> Endpoint:
+        """The session, and the address of every byte of the image.
+
+        Waits for the memory to be registered. Raises TransportUnusable where that failed, SourceBusy where
+        it is not done in time.
+        """
+        return self._ready()[1]
+
+    def let_in(self, channel_id: str, address: str) -> None:
+        """Let the reader's host reach the engine; see `Exporter.let_in`. Waits and raises as `endpoint`."""
+        self._ready()[0].packet_filter.let_in(channel_id, address)
+
+    def let_out(self, channel_id: str) -> None:
+        """Shut it out and cut it off, unless it has another channel; see `Exporter.let_out`."""
+        engine = self._engine
+        if engine is not None:
+            engine.packet_filter.let_out(channel_id)
+
+    def close(self) -> None:
+        """Unregister the memory and take the engine down, reads under way included. Safe to call twice.
+
+        Waits for a registration that is under way: it cannot be broken off.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        with self._changed:
+            if self._engine is not None:
+                self._engine.close()
+            self._image = self._endpoint = None
+
+    def _ready(self) -> tuple[Engine, Endpoint]:
+        with self._changed:
+            now = time.monotonic()
+            if self._asked_at is None:
+                self._asked_at = now
+            self._changed.wait_for(
+                lambda: self._endpoint is not None or self._error is not None or self._closed,
+                max(0.0, self._asked_at + WAIT_S - now),
+            )
+            if self._error is not None:
+                raise type(self._error)(str(self._error), hint=self._error.hint)
+            if self._closed:
+                raise SourceBusy("transfer_engine gives this image no more")
+            if self._engine is None or self._endpoint is None:
+                raise SourceBusy("transfer_engine is still registering the image's memory")
+            return self._engine, self._endpoint
+
+    def _prepare(
+        self, image: Image, found: list[Area], host: str, protocol: Wire, devices: str, nice: int
+    ) -> None:
+        stand_back(nice)
+        began = time.monotonic()
+        engine: Engine | None = None
+        try:
+            engine = Engine(host, protocol, devices)
+            register(engine, image, found)
+            endpoint = Endpoint(
+                "transfer_engine",
+                {
+                    "session": engine.session,
+                    "protocol": protocol,
+                    # On a device, areas that are near one another may be registered apart.
+                    "gather": "yes" if image.device.type == "cpu" else "no",
+                },
+                tuple(image.segments(0, image.layout.image_bytes)),
+            )
+        except Exception as error:
+            if engine is not None:
+                engine.close()
+            self._failed(error)
+            return
+        seconds = round(time.monotonic() - began, 3)
+        log.info("memory registered", over=protocol, devices=devices, areas=len(found), seconds=seconds)
         if protocol == "tcp":
             log.warning(
                 "transfer_engine over plain TCP: while a reader has a channel, every process on its host "
                 "reads AND WRITES the weights; unset RFORK_UNGUARDED_TCP unless you trust those hosts wholly",
-                session=self._engine.session,
+                session=engine.session,
             )
+        with self._changed:
+            self._engine, self._endpoint = engine, endpoint
+            self._changed.notify_all()
 
-    def endpoint(self) -> Endpoint:
-        """The session, and the address of every byte of the image."""
-        return self._endpoint
-
-    def let_in(self, channel_id: str, address: str) -> None:
-        """Let the reader's host reach the engine; see `Exporter.let_in`. Raises SourceBusy."""
-        self._engine.packet_filter.let_in(channel_id, address)
-
-    def let_out(self, channel_id: str) -> None:
-        """Shut it out and cut it off, unless it has another channel; see `Exporter.let_out`."""
-        self._engine.packet_filter.let_out(channel_id)
-
-    def close(self) -> None:
-        """Unregister the memory and take the engine down, reads under way included. Safe to call twice."""
-        with self._lock:
-            self._engine.close()
-            self._image = None
+    def _failed(self, error: Exception) -> None:
+        if isinstance(error, TransportUnusable):
+            told = error
+        else:  # out of memory, no library any more, or a bug: the other transports have to go on
+            hint = error.hint if isinstance(error, RforkError) else ""
+            told = TransportUnusable(f"{type(error).__name__}: {error}", hint=hint)
+        log.error(
+            "transport cannot be used",
+            transport="transfer_engine",
+            error=told.kind,
+            detail=str(told),
+            hint=told.hint,
+        )
+        with self._changed:
+            self._error = told
+            self._changed.notify_all()

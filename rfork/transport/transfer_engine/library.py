@@ -11,10 +11,13 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
-from rfork.errors import MissingExtra
+from rfork.errors import MissingExtra, VersionMismatch
+from rfork.transport.transfer_engine.gpu_direct import has_open_modules, has_peer_module
+
+Wire = Literal["rdma", "tcp"]
+"""What the engine moves bytes over."""
 
 WHEELS = {
     "mooncake-transfer-engine-non-cuda": "mooncake",
@@ -33,7 +36,8 @@ SYSTEM_PACKAGES = {
 }
 """The Debian package of each system library that the wheels load."""
 
-INFINIBAND = Path("/sys/class/infiniband")
+CUDA_OF = {"mooncake-transfer-engine": "12", "mooncake-transfer-engine-cuda13": "13"}
+"""The major version of CUDA that a wheel is made for."""
 
 _ENVIRONMENT = {
     # A stopped peer is noticed in about 2 s instead of 30.
@@ -98,10 +102,20 @@ def _configure_environment() -> None:
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if not has_peer_module() and has_open_modules():
+        # It takes the kernel module for granted otherwise, and fails to register GPU memory.
+        os.environ.setdefault("WITH_NVIDIA_PEERMEM", "0")
 
 
-def new_engine() -> NativeEngine:
-    """A native engine that is not initialized yet. Raises MissingExtra when there is no usable library."""
+def new_engine(wire: Wire) -> NativeEngine:
+    """A native engine that is not initialized yet. Raises MissingExtra when there is no usable library.
+
+    It goes by this variable alone: where there is an RDMA device it would take that, whatever it is told.
+    """
+    if wire == "tcp":
+        os.environ["MC_FORCE_TCP"] = "1"
+    else:
+        os.environ.pop("MC_FORCE_TCP", None)
     state = library_state()
     if state.error:
         error = MissingExtra("transfer_engine", extra=state.extra, why=state.error)
@@ -149,11 +163,30 @@ def import_hint(error: str, wheels: Iterable[str]) -> str:
     return "reinstall the wheel: " + ", ".join(wheels)
 
 
-def rdma_devices(folder: Path = INFINIBAND) -> tuple[str, ...]:
-    """The names of this machine's RDMA devices, sorted."""
-    if not folder.is_dir():
-        return ()
-    return tuple(sorted(entry.name for entry in folder.iterdir()))
+def require_cuda(state: LibraryState, torch_cuda: str | None) -> None:
+    """See that the wheel takes memory of the CUDA that torch is built for (`torch.version.cuda`).
+
+    Raises VersionMismatch, whose hint names the extra that does.
+    """
+    major = (torch_cuda or "").partition(".")[0]
+    wheel = state.wheels[0] if state.wheels else "this mooncake"
+    if not state.cuda:
+        raise VersionMismatch(f"{wheel} cannot read GPU memory", hint=replacing(state, major))
+    made_for = CUDA_OF.get(wheel)
+    if major and made_for is not None and made_for != major:
+        raise VersionMismatch(
+            f"{wheel} is for CUDA {made_for}, and torch for CUDA {major}", hint=replacing(state, major)
+        )
+
+
+def replacing(state: LibraryState, cuda: str) -> str:
+    """How to put the right wheel in the place of what is installed; `cuda` is a major version or empty."""
+    with_cuda = [extra for extra in WHEELS.values() if "cuda" in extra]
+    fits = [extra for extra in with_cuda if extra.endswith(f"cuda{cuda}")] or with_cuda
+    install = " or ".join(f"'rfork[{extra}]'" for extra in fits)
+    # Both bring the same module: to install one over the other leaves a mixture.
+    remove = f"pip uninstall -y {' '.join(state.wheels)}, then " if state.wheels else ""
+    return f"{remove}pip install {install}"
 
 
 def _is_installed(wheel: str) -> bool:

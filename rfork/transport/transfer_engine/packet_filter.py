@@ -24,7 +24,7 @@ import time
 from collections.abc import Collection, Iterator
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
-from rfork.errors import SettingsError, SourceBusy
+from rfork.errors import SourceBusy, TransportUnusable
 
 Address = IPv4Address | IPv6Address
 Instruction = tuple[int, int, int, int]
@@ -65,7 +65,7 @@ def program(addresses: Collection[Address]) -> tuple[Instruction, ...]:
 class PacketFilter:
     """The listeners of one engine, and the addresses that reach them: none at first. Thread-safe.
 
-    Raises SettingsError where a socket takes no filter: there the engine must not run.
+    Raises TransportUnusable where a socket takes no filter: there the engine must not run.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class PacketFilter:
                 if _is_at(candidate, port, listens=True)
             ]
             if not listeners:
-                raise SettingsError(f"transfer_engine does not listen on its port {port}")
+                raise TransportUnusable(f"transfer_engine does not listen on its port {port}")
             self._listeners[port] = listeners
             self._attach()
             if accept_s is not None:
@@ -133,7 +133,7 @@ class PacketFilter:
             try:
                 listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, described)
             except OSError as error:
-                raise SettingsError(
+                raise TransportUnusable(
                     f"transfer_engine cannot keep strangers from {listener.getsockname()}: {error}",
                     hint="it needs Linux, where sockets take a packet filter; use RFORK_TRANSPORTS=http",
                 ) from error

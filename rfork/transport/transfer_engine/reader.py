@@ -16,6 +16,7 @@ from rfork.image.memory import Image
 from rfork.transport.bucket import SLICE_S, Bucket
 from rfork.transport.transfer_engine.engine import Engine, TransferState, probe
 from rfork.transport.transfer_engine.plan import (
+    SIZES,
     STAGING_BYTES,
     AddressMap,
     Request,
@@ -24,7 +25,6 @@ from rfork.transport.transfer_engine.plan import (
     requests,
 )
 
-MOST_BYTES_IN_FLIGHT = 64 << 20
 MOST_READS_IN_FLIGHT = 64
 STAGING_BUFFERS = 4
 """A staged read is under way while another is copied out; four buffers serve two callers at once."""
@@ -59,6 +59,7 @@ class TransferEngineReader:
         self._remote = remote
         self._image = image
         self._gather = gather and image.device.type == "cpu"
+        self.sizes = SIZES[engine.protocol]
         self._bucket = Bucket()
         self._flying = 0
         self._changed = threading.Condition()
@@ -77,7 +78,7 @@ class TransferEngineReader:
         """
         pieces = common_pieces(self._remote.segments(begin, end), self._image.segments(begin, end))
         with self._use():
-            _Run(self, requests(pieces, gather=self._gather), deadline).finish()
+            _Run(self, requests(pieces, gather=self._gather, most=self.sizes.request), deadline).finish()
 
     def hold_to(self, rate: int | None) -> None:
         """Take at most `rate` bytes a second: no code of the source runs that could hold this reader back.
@@ -244,7 +245,7 @@ class _Run:
             self._reader.give_staging(staging)
 
     def _has_room(self) -> bool:
-        return len(self._flying) < MOST_READS_IN_FLIGHT and self._bytes < MOST_BYTES_IN_FLIGHT
+        return len(self._flying) < MOST_READS_IN_FLIGHT and self._bytes < self._reader.sizes.in_flight
 
     def _look(self) -> bool:
         """Take in what has ended; whether anything has."""

@@ -4,51 +4,67 @@ Over RDMA the target's memory is registered, because its network card writes it;
 the engine's own thread writes it, so a target gives nobody access to its memory.
 
 RDMA and CUDA images take the same path with device addresses, and small pieces are then read one by
-one instead of staged. Neither has been run in this project's tests, which have no such devices.
+one instead of staged. Neither has been run in this project's tests, which have no such devices: which
+devices are chosen, and what is said where something is missing, is tested on copies of sysfs.
 """
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
-from rfork.errors import MissingExtra, SettingsError, SourceGone
+import torch
+
+from rfork.errors import DeviceDown, SourceGone, TransportUnusable
 from rfork.image.memory import Image
-from rfork.niceness import made_standing_back
 from rfork.settings import Settings
 from rfork.transport.base import Availability, Endpoint, Gate, Talk, TokenSource, silent
-from rfork.transport.transfer_engine.engine import Engine, Protocol, connect_engine
+from rfork.transport.transfer_engine import gpu_direct, topology
+from rfork.transport.transfer_engine.connecting import connect_engine
 from rfork.transport.transfer_engine.exporter import TransferEngineExporter
-from rfork.transport.transfer_engine.library import library_state, rdma_devices
+from rfork.transport.transfer_engine.library import Wire, library_state, require_cuda
 from rfork.transport.transfer_engine.plan import AddressMap
 from rfork.transport.transfer_engine.reader import TransferEngineReader
+from rfork.transport.transfer_engine.registering import areas_to_register, register
 
 
 class TransferEngineTransport:
-    """One-sided reads over Mooncake's TransferEngine; RDMA where this machine has it, else TCP if allowed."""
+    """One-sided reads over Mooncake's TransferEngine; RDMA where this machine has it, else TCP if allowed.
+
+    `root` is where /sys and /proc are looked for.
+    """
 
     name = "transfer_engine"
     one_sided = True
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, root: Path = Path("/")) -> None:
         self._settings = settings
+        self._root = root
 
     @property
-    def protocol(self) -> Protocol:
-        """What it runs over here."""
-        return "rdma" if rdma_devices() else "tcp"
+    def protocol(self) -> Wire:
+        """What it runs over here: RDMA where a device works, or some are asked for."""
+        if self._settings.rdma_devices or any(not device.fault for device in self._rdma_devices()):
+            return "rdma"
+        return "tcp"
 
     def availability(self) -> Availability:
         """Whether it can run here, and over what; see `Transport.availability`."""
         state = library_state()
         if state.error:
             return Availability(False, f"mooncake cannot be used: {state.error}", state.hint)
-        devices = rdma_devices()
-        if devices:
-            return Availability(True, f"over RDMA ({', '.join(devices)})")
+        if self.protocol == "rdma":
+            try:
+                devices = topology.chosen(self._rdma_devices(), self._settings.rdma_devices, ())
+            except DeviceDown as error:
+                return Availability(False, str(error), error.hint)
+            return Availability(True, f"over RDMA ({', '.join(device.name for device in devices)})")
         if not self._settings.unguarded_tcp:
+            found = ", ".join(f"{device.name}: {device.fault}" for device in self._rdma_devices())
+            none = f"no RDMA device that works ({found})" if found else "no RDMA device"
             return Availability(
                 False,
-                "no RDMA device, and over plain TCP a lease lets a whole host read, and write",
+                f"{none}, and over plain TCP a lease lets a whole host read, and write",
                 "RFORK_UNGUARDED_TCP=1 allows that where you trust the hosts of all readers wholly",
             )
         return Availability(True, "over plain TCP, which RFORK_UNGUARDED_TCP allows: a lease admits a host")
@@ -56,14 +72,12 @@ class TransferEngineTransport:
     def export(self, image: Image, gate: Gate) -> TransferEngineExporter:
         """Source side: register the image's memory. `gate` is not asked: see TransferEngineExporter.
 
-        Raises SettingsError where it cannot run, MissingExtra when the wheel does not fit the image.
+        Raises TransportUnusable kinds: DeviceDown, VersionMismatch when the wheel does not fit the image,
+        NoGpuDirect.
         """
-        self._require(image)
-        reachable_at, devices = self._settings.reachable_at, self._settings.rdma_devices
-        return made_standing_back(
-            self._settings.giving_nice,
-            lambda: TransferEngineExporter(image, reachable_at, self.protocol, devices),
-        )
+        devices = self.devices_for(image)
+        reachable_at, nice = self._settings.reachable_at, self._settings.giving_nice
+        return TransferEngineExporter(image, reachable_at, self.protocol, devices, nice)
 
     def connect(
         self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float, talk: Talk = silent
@@ -71,46 +85,50 @@ class TransferEngineTransport:
         """Target side: an engine for this source alone. The token was shown where `endpoint` came from.
 
         Raises SourceGone, SourceStalled or SourceCorrupt (an address map that does not cover the
-        image), and SettingsError or MissingExtra for what this side lacks.
+        image), and TransportUnusable kinds, as `export`, for what this side lacks.
         """
-        self._require(image)
-        session, protocol = endpoint.parameters.get("session", ""), endpoint.parameters.get("protocol", "")
-        if protocol != self.protocol:
-            raise SettingsError(
-                f"{session} gives over {protocol or 'nothing'}, and this machine reads over {self.protocol}",
+        devices, protocol = self.devices_for(image), self.protocol
+        session, given_over = endpoint.parameters.get("session", ""), endpoint.parameters.get("protocol", "")
+        if given_over != protocol:
+            raise TransportUnusable(
+                f"{session} gives over {given_over or 'nothing'}, and this machine reads over {protocol}",
                 hint="use another transport between these two machines",
             )
         remote = AddressMap(endpoint.segments, image.layout.image_bytes)
         if not endpoint.segments:
             raise SourceGone(f"{session} exports an image without bytes")
+        found = areas_to_register(image, len(devices.split(","))) if protocol == "rdma" else []
         engine = connect_engine(
             session,
             endpoint.segments[0].address,
-            self.protocol,
+            protocol,
             self._settings.reachable_at,
-            self._settings.rdma_devices,
+            devices,
             min(deadline, time.monotonic() + self._settings.stall_s),
+            (lambda engine: register(engine, image, found)) if found else None,
         )
-        self._register_target(engine, image)
         gather = endpoint.parameters.get("gather") == "yes"
         return TransferEngineReader(engine, session, remote, image, gather=gather)
 
-    def _register_target(self, engine: Engine, image: Image) -> None:
-        if engine.protocol != "rdma":
-            return
-        try:
-            engine.register(image.allocations())
-        except SettingsError:
-            engine.close()
-            raise
+    def devices_for(self, image: Image) -> str:
+        """The RDMA devices for this image, comma separated; none over TCP.
 
-    def _require(self, image: Image) -> None:
-        available = self.availability()
+        Raises TransportUnusable kinds where it cannot run here, or not with this image.
+        """
+        available, over_rdma = self.availability(), self.protocol == "rdma"
         if not available.usable:
-            raise SettingsError(f"transfer_engine: {available.reason}", hint=available.hint)
-        if image.device.type == "cuda" and not library_state().cuda:
-            raise MissingExtra(
-                "transfer_engine for CUDA memory",
-                extra="mooncake-cuda12",
-                why="the installed wheel has no CUDA (for CUDA 13: rfork[mooncake-cuda13])",
-            )
+            kind = DeviceDown if over_rdma and not library_state().error else TransportUnusable
+            raise kind(f"transfer_engine: {available.reason}", hint=available.hint)
+        gpus = sorted((device for device in image.devices if device.type == "cuda"), key=str)
+        if gpus:
+            require_cuda(library_state(), torch.version.cuda)
+        if not over_rdma:
+            return ""
+        for gpu in gpus:
+            gpu_direct.gpu_direct_of(gpu, self._root)
+        places = [topology.place_of(topology.gpu_address(gpu), self._root / "sys") for gpu in gpus]
+        devices = topology.chosen(self._rdma_devices(), self._settings.rdma_devices, places)
+        return ",".join(device.name for device in devices)
+
+    def _rdma_devices(self) -> tuple[topology.RdmaDevice, ...]:
+        return topology.rdma_devices(self._root / "sys")

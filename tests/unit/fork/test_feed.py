@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -15,13 +17,26 @@ from rfork.fork.feed import Feed
 from rfork.fork.giver import Giver
 from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
+from rfork.image.memory import Image
 from rfork.image.ranges import Range
 from rfork.peer.base import Dial, Peer
 from rfork.peer.memory import MemoryPeer
 from rfork.seed.seed import Identity, Seed
-from rfork.transport.base import TokenSource
-from rfork.transport.memory import MemoryTransport
-from tests.unit.fork.fleet import CHUNKS, NEVER_S, SECRET, Fleet, image, lease, route, settings
+from rfork.transport.base import Endpoint, Gate, Talk, TokenSource, silent
+from rfork.transport.memory import Faults, MemoryExporter, MemoryNetwork, MemoryReader, MemoryTransport
+from tests.unit.fork.fleet import (
+    CHUNKS,
+    NEVER_S,
+    SECRET,
+    Fleet,
+    Script,
+    Target,
+    image,
+    lease,
+    plan,
+    route,
+    settings,
+)
 
 ALL = (0, CHUNKS)
 
@@ -217,3 +232,131 @@ def test_a_reader_keeps_to_the_rate_that_its_source_tells(fleet: Fleet) -> None:
             feed.read(0, 2 << 20, time.monotonic() + 0.1)
         feed.close()
         feed.join()
+
+
+class Elsewhere(MemoryTransport):
+    """A transport of this name that finds out at `connect` that the two are not on one host."""
+
+    def __init__(self, network: MemoryNetwork, name: str) -> None:
+        super().__init__(network)
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def export(self, image: Image, gate: Gate) -> MemoryExporter:
+        return Named(self._network, image, gate, Faults(), name=self._name)
+
+    def connect(
+        self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float, talk: Talk = silent
+    ) -> MemoryReader:
+        raise NotOneHost(f"{self._name}: the source runs on another host")
+
+
+class Named(MemoryExporter):
+    """An exporter that says another transport's name."""
+
+    def __init__(
+        self, network: MemoryNetwork, image: Image, gate: Gate, faults: Faults, *, name: str
+    ) -> None:
+        super().__init__(network, image, gate, faults)
+        self._transport = name
+
+    def endpoint(self) -> Endpoint:
+        return replace(super().endpoint(), transport=self._transport)
+
+
+@contextmanager
+def fed(
+    fleet: Fleet, heard: Heard, transports: Sequence[MemoryTransport], *, max_readers: int = 4
+) -> Iterator[tuple[Seed, Feed]]:
+    """A source that offers these, best first, and a feed of it, which has them too and has begun."""
+    held = image(1)
+    seed = Seed(
+        held,
+        Identity("model", instance_id="a"),
+        settings(max_readers=max_readers),
+        list(transports),
+        manifest=held.manifest(),
+        serve_peer=fleet.peers.service,
+    )
+    with seed:
+        seed.learn_keys([derive_key(SECRET, "a")])
+        names = tuple(transport.name for transport in transports)
+        feed = Feed(
+            route(seed, ALL).model_copy(update={"transports": names}),
+            image(),
+            {transport.name: transport for transport in transports},
+            fleet.peers.dial,
+            settings(),
+            heard,
+            Deadline(time.monotonic() + NEVER_S),
+        )
+        feed.start()
+        try:
+            yield seed, feed
+        finally:
+            feed.close()
+            feed.join()
+
+
+def test_a_transport_that_cannot_be_used_is_passed_over(fleet: Fleet) -> None:
+    """The next one that both have is taken, over which the chunks arrive; nobody has failed."""
+    heard, memory = Heard(), MemoryTransport(fleet.network)
+    with fed(fleet, heard, [Elsewhere(fleet.network, "shared_memory"), memory]) as (_, feed):
+        assert heard.offered.wait(NEVER_S)
+        feed.read(0, 1 << 20, time.monotonic() + NEVER_S)
+        assert (["NotOneHost"], [], "memory") == (heard.detours, heard.failures, feed.transport)
+
+
+def test_a_detour_takes_one_readers_place(fleet: Fleet) -> None:
+    """The channel of the transport that cannot be used is given back: a source with one place serves on."""
+    heard, memory = Heard(), MemoryTransport(fleet.network)
+    unusable = [Elsewhere(fleet.network, name) for name in ("cuda_ipc", "shared_memory")]
+    with fed(fleet, heard, [*unusable, memory], max_readers=1) as (seed, _):
+        assert heard.offered.wait(NEVER_S)
+        assert (["NotOneHost"] * 2, 1) == (heard.detours, len(seed._leases._channels))
+
+
+def test_a_source_that_no_transport_reaches_fails_without_blame(fleet: Fleet) -> None:
+    """The last transport's error is the feed's end, a fault of the network; the place is free again."""
+    heard = Heard()
+    unusable = [Elsewhere(fleet.network, name) for name in ("cuda_ipc", "shared_memory")]
+    with fed(fleet, heard, unusable) as (seed, feed):
+        feed.join()
+        assert (["NotOneHost"], [("NotOneHost", "network")], 0) == (
+            heard.detours,
+            [(error.kind, error.fault) for error in heard.failures],
+            len(seed._leases._channels),
+        )
+
+
+def test_a_source_out_of_reach_is_given_up_at_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner hears of it once, as a fault of the network, and another source gives everything."""
+    held = image(1)
+    a, b = fleet.source("a", held), fleet.source("b", held)
+    beyond = next(iter(fleet.network.exports))
+    connect = MemoryTransport.connect
+
+    def reach(
+        transport: MemoryTransport,
+        endpoint: Endpoint,
+        image: Image,
+        token: TokenSource,
+        deadline: float,
+        talk: Talk = silent,
+    ) -> MemoryReader:
+        if endpoint.parameters["name"] == beyond:
+            raise NotOneHost("memory: the source runs on another host")
+        return connect(transport, endpoint, image, token, deadline, talk)
+
+    monkeypatch.setattr(MemoryTransport, "connect", reach)
+    script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))])
+    target = Target(fleet, script)
+    target.run()
+    assert ([("a", "network", "NotOneHost")], ["NotOneHost"], {"b": CHUNKS}) == (
+        script.faults,
+        target.reasons,
+        {share.source_id: share.verified_chunks for share in target.puller.shares},
+    )

@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from rfork.errors import UnsupportedTensor
+from rfork.image.areas import areas as memory_areas
 from rfork.image.capture import alignment_of, capture, natural
 from tests.unit.image.modules import Recipe, build, element_bytes, recipes
 
@@ -71,7 +72,7 @@ def test_copied_image_makes_every_tensor_equal(recipe: Recipe) -> None:
 @settings(max_examples=150, deadline=None)
 @given(recipes)
 def test_every_byte_is_carried_once_and_by_some_tensor(recipe: Recipe) -> None:
-    """The segments cover the image without overlap in memory, and the allocations cover the segments."""
+    """The segments cover the image without overlap in memory, and the areas cover the segments."""
     image = capture(build(recipe, 1))
     segments = image.segments(0, image.layout.image_bytes)
     assert [0, *[s.begin + s.length for s in segments]] == [
@@ -80,7 +81,7 @@ def test_every_byte_is_carried_once_and_by_some_tensor(recipe: Recipe) -> None:
     ]
     by_address = sorted((s.address, s.address + s.length) for s in segments)
     assert all(one[1] <= two[0] for one, two in pairwise(by_address))
-    areas = image.allocations()
+    areas = memory_areas(image)
     assert all(any(a <= begin and end <= a + n for a, n in areas) for begin, end in by_address)
 
 

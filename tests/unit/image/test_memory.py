@@ -89,14 +89,6 @@ def test_empty_range_has_no_segments() -> None:
     assert [[], []] == [scattered(8).segments(8, 8), scattered(8).segments(0, 0)]
 
 
-def test_allocations_join_what_lies_on_neighbouring_pages() -> None:
-    """Areas less than a page apart are one area, areas a page apart are two."""
-    buffer = torch.zeros(16384, dtype=torch.uint8)
-    address = buffer.data_ptr()
-    image = image_of({"a": buffer[:10], "b": buffer[10 + 4095 : 4200], "c": buffer[4200 + 4096 : 9000]})
-    assert [(address, 4200), (address + 8296, 704)] == image.allocations()
-
-
 def test_regions_must_fill_the_layout() -> None:
     """Regions of another size than the layout's are a defect of the caller."""
     with pytest.raises(ValueError, match="8 bytes, the layout 9"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from planner.fleet import Decision, Demand, Group, Source
 from rfork.image.ranges import Range, count, indices, intersect, normalise, subtract
-from tests.unit.planner.builders import applied
+from tests.unit.planner.builders import applied, between
 
 Name = tuple[str | None, str | None]
 """weights_id and draft: what tells chunks of one image from those of another."""
@@ -72,8 +72,8 @@ def _of_one(
             (decision.weights_id, decision.draft),
         ):
             yield f"reads other weights from {each.source_id}"
-        if each.transports != tuple(name for name in target.transports if name in source.transports):
-            yield f"has other transports than it shares with {each.source_id}"
+        if each.transports != between(source, target):
+            yield f"has other transports than work between it and {each.source_id}"
     for storage, chunks in decision.storage:
         if storage not in target.storage or target.instance_id in demand.blamed:
             yield "reads from storage that it cannot read"
@@ -102,8 +102,8 @@ def _obstacles(source: Source, demand: Demand, now: float) -> Iterator[str]:
         yield "is blamed"
     if (source.layout_id, source.chunk_count) != (target.layout_id, target.chunk_count):
         yield "has another layout"
-    if not set(source.transports) & set(target.transports):
-        yield "shares no transport"
+    if not between(source, target):
+        yield "cannot be reached over any transport"
 
 
 def _unfed(

@@ -63,20 +63,38 @@ Reads = Mapping[str, Mapping[str, tuple[Range, ...]]]
 def group(*sources: Source, reads: Reads | None = None, other_ranks: tuple[str, ...] = ()) -> Group:
     """A group in which each target in `reads` runs the fork `fork-TARGET` over those sources."""
     readers: dict[str, dict[str, float]] = {}
+    local: dict[str, set[str]] = {}
     shares: dict[str, tuple[Share, ...]] = {}
+    members = {source.instance_id: source for source in sources}
     for target, parts in (reads or {}).items():
         shares[target] = tuple(Share(source, chunks) for source, chunks in parts.items())
         for source, chunks in parts.items():
             if source != target:
                 readers.setdefault(source, {})[f"fork-{target}"] = count(chunks) / CHUNKS
+            if source in members and target in members and stays(members[source], members[target]):
+                local.setdefault(source, set()).add(f"fork-{target}")
     return Group(
         model="m",
         rank_key="r",
-        sources={source.instance_id: source for source in sources},
+        sources=members,
         readers=readers,
+        local=local,
         shares=shares,
         other_ranks=other_ranks,
     )
+
+
+def between(source: Source, target: Source) -> tuple[str, ...]:
+    """The transports that work between the two: the target's order, but kernels last."""
+    near = source.place.host == target.place.host
+    both = [name for name in target.transports if name in source.transports]
+    both = [name for name in both if near or name not in ("cuda_ipc", "shared_memory")]
+    return tuple(name for kernels in (False, True) for name in both if (name == "nccl") == kernels)
+
+
+def stays(source: Source, target: Source) -> bool:
+    """Whether the target reads from the source over a transport of one host."""
+    return between(source, target)[:1] in (("cuda_ipc",), ("shared_memory",))
 
 
 def demand(target: Source, *current: Share, **blamed: str) -> Demand:
@@ -108,6 +126,8 @@ def applied(fleet: Group, demands: Sequence[Demand], decisions: Mapping[str, Dec
         source: {fork: part for fork, part in there.items() if fork not in forks}
         for source, there in fleet.readers.items()
     }
+    local = {source: set(there) - forks for source, there in fleet.local.items()}
+    members = {**fleet.sources, **{demand.target.instance_id: demand.target for demand in demands}}
     shares = dict(fleet.shares)
     for demand in demands:
         decision, own = decisions[demand.fork_id], demand.target.instance_id
@@ -115,8 +135,9 @@ def applied(fleet: Group, demands: Sequence[Demand], decisions: Mapping[str, Dec
         for share in decision.shares:
             part = count(share.chunks) / max(1, demand.target.chunk_count)
             readers.setdefault(share.source_id, {})[demand.fork_id] = part
-    members = {demand.target.instance_id: demand.target for demand in demands}
-    return replace(fleet, sources={**fleet.sources, **members}, readers=readers, shares=shares)
+            if stays(members[share.source_id], demand.target):
+                local.setdefault(share.source_id, set()).add(demand.fork_id)
+    return replace(fleet, sources=members, readers=readers, local=local, shares=shares)
 
 
 def routes(decision: Decision) -> dict[str, tuple[Range, ...]]:

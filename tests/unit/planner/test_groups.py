@@ -28,6 +28,7 @@ from tests.unit.planner.builders import (
 from tests.unit.planner.test_policy_properties import Lots
 
 ALL = ((0, CHUNKS),)
+LOCAL = ("shared_memory", "http")
 
 
 def record(target: str, reads: dict[str, tuple[Range, ...]], **changes: object) -> ForkRecord:
@@ -296,3 +297,26 @@ def test_a_loader_that_made_no_seed_is_remembered_until_a_seed_comes() -> None:
     before = index.alone
     index.put(seed("s"))
     assert (True, False) == (before, index.alone)
+
+
+def test_readers_within_a_host_are_told_from_others() -> None:
+    """By the transport that their plan tries first; one that leaves is neither."""
+    reads = {name: Read("s", ALL, transports, 0) for name, transports in (("t", LOCAL), ("u", ("http",)))}
+    index = live(
+        seed("s", transports=LOCAL),
+        *(loading(name) for name in reads),
+        forks=[replace(record(name, {}), reads=(read,)) for name, read in reads.items()],
+    )
+    during = {name: set(forks) for name, forks in index.view(()).local.items()}
+    index.leave(record("t", {}))
+    assert ({"s": {"fork-t"}}, {}, {"fork-u": 1.0}) == (during, index.local, index.readers["s"])
+
+
+def test_a_source_for_its_own_host_alone_hides_no_other() -> None:
+    """Of more instances than a plan looks at, the one that can be read from is found."""
+    bound = [seed(f"a{number:02}", transports=("shared_memory",)) for number in range(3 * ANY)]
+    index, asked = live(*bound, seed("z", transports=LOCAL)), demand(loading("t", transports=LOCAL))
+    assert [("z", ("http",))] == [
+        (each.source_id, each.transports)
+        for each in plan(index.view([asked]), [asked], NOW)[asked.fork_id].assignments
+    ]

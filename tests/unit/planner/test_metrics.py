@@ -214,3 +214,15 @@ def test_the_process_itself_is_told_of() -> None:
     """Memory, processor time and open files, under the names that dashboards know."""
     names = {"process_resident_memory_bytes", "process_cpu_seconds_total", "process_open_fds"}
     assert names <= set(told(Metrics()))
+
+
+def test_routes_are_counted_by_the_transport_that_is_tried_first() -> None:
+    """A name that nobody knows is "other"; those that run kernels are counted once more."""
+    metrics = Metrics()
+    for transports in (("shared_memory", "http"), ("nccl",), ("nccl", "gloo"), ("x" * 200,), ()):
+        metrics.routed(transports)
+    samples = told(metrics)
+    assert ({"shared_memory": 1.0, "nccl": 2.0, "other": 2.0}, 2.0) == (
+        among(samples, "rfork_planner_routes_total transport="),
+        samples["rfork_planner_kernel_routes_total"],
+    )

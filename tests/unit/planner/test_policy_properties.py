@@ -42,6 +42,12 @@ NAMES: list[tuple[str | None, str | None]] = [
 ]  # fmt: skip
 
 
+TRANSPORTS: list[tuple[str, ...]] = [
+    *[("http",)] * 5, ("http", "memory"), ("memory",), (), *[("shared_memory", "http")] * 2,
+    ("shared_memory",), ("nccl", "http"), ("cuda_ipc", "nccl"), ("cuda_ipc", "shared_memory", "http"),
+]  # fmt: skip
+
+
 class Lots(Random):
     """Whole fleets are drawn from one number: field by field would take a hundred times as long."""
 
@@ -79,7 +85,7 @@ def anybody(lots: Random, name: str) -> Source:
         generation=lots.randrange(3),
         state=lots.choice(["serving"] * 4 + ["loading", "draining"]),
         verified=lots.choice((ALL, ALL, (), some(lots))),
-        transports=lots.choice([("http",)] * 4 + [("http", "memory"), ("memory",), ()]),
+        transports=lots.choice(TRANSPORTS),
         place=place(lots, name),
         max_readers=lots.randrange(5),
         expires_at=lots.choice([NOW + 1] * 6 + [NOW]),

@@ -141,6 +141,7 @@ FAULTS = [
     ("SourceBusy", "source", None, []),
     ("SourceChanged", "source", None, []),
     ("PlannerUnreachable", "network", None, []),
+    ("NotOneHost", "network", None, []),
     ("StorageError", "storage", None, []),
     ("LayoutMismatch", "target", None, ["s"]),
     ("UserError", "user", None, ["s"]),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rfork.control.lease import LeaseClaims, decode_key, derive_key, sign
-from rfork.errors import LayoutMismatch, LeaseRefused, SourceBusy, SourceChanged
+from rfork.errors import LayoutMismatch, LeaseRefused, SourceBusy, SourceChanged, TransportUnusable
 from rfork.image.board import ChunkBoard
 from rfork.image.capture import image_of
 from rfork.image.chunks import MIB
@@ -25,6 +25,7 @@ from rfork.seed import holding
 from rfork.seed.holding import seal
 from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
+from rfork.transport.base import Gate
 from rfork.transport.memory import MemoryExporter, MemoryNetwork, MemoryTransport
 from rfork.wire import StorageOffer
 
@@ -404,3 +405,45 @@ def test_a_report_says_what_it_could_read() -> None:
         report.weight,
         report.placement.nvlink,
     )
+
+
+class Unusable(MemoryTransport):
+    """A transport that cannot export an image."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(MemoryNetwork())
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def export(self, image: Image, gate: Gate) -> MemoryExporter:
+        raise TransportUnusable(f"{self._name}: not for this image", hint="take another")
+
+
+def offering(*transports: MemoryTransport) -> Seed:
+    """A seed that was told to offer these; not started."""
+    return Seed(
+        IMAGE,
+        Identity("model", instance_id="seed-1"),
+        Settings(host="node", drain_s=0),
+        list(transports),
+        manifest=seal(IMAGE),
+        serve_peer=MemoryPeers().service,
+    )
+
+
+def test_a_transport_that_cannot_export_the_image_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """The others are offered, and one warning names it with what to do."""
+    with offering(Unusable("cuda_ipc"), MemoryTransport(MemoryNetwork())) as seed:
+        offered = seed.report().transports
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    told = ["cuda_ipc: not for this image" in line and "take another" in line for line in warnings]
+    assert (("memory",), [True]) == (offered, told)
+
+
+def test_a_seed_that_no_transport_can_export_does_not_start() -> None:
+    """The first one's error says why; nothing stays open."""
+    with pytest.raises(TransportUnusable, match="cuda_ipc: not for this image"):
+        offering(Unusable("cuda_ipc"), Unusable("shared_memory")).start()

@@ -14,22 +14,27 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from rfork.settings import Settings
-from rfork.transport.doctor import (
-    Status,
-    check_clock,
+from rfork.transport.doctor.check import Status
+from rfork.transport.doctor.choices import check_collectives, check_digest
+from rfork.transport.doctor.machine import (
     check_cuda,
     check_locked_memory,
-    check_mooncake,
-    check_planner,
     check_python,
-    check_rdma,
     check_shared_memory,
-    check_tls,
-    check_token,
+)
+from rfork.transport.doctor.network import check_clock, check_planner, check_tls, check_token
+from rfork.transport.doctor.rdma import check_device, check_gpu_direct, check_mooncake, check_rdma
+from rfork.transport.doctor.same_host import (
+    check_cuda_ipc,
+    check_local_sockets,
+    check_sealed_memory,
+    shmem_huge_pages,
 )
 from rfork.transport.transfer_engine.library import LibraryState
+from rfork.transport.transfer_engine.topology import RdmaDevice, place_of, rdma_devices
+from tests.unit.transport.machines import Nic, build, hgx
 
-WHEEL = "mooncake-transfer-engine-non-cuda"
+WHEEL, CUDA_WHEEL = "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"
 PLANNER = Settings(planner="http://planner.test")
 
 
@@ -109,13 +114,152 @@ def test_mooncake(state: LibraryState, cuda: bool, status: Status) -> None:
     assert status == check_mooncake(state, cuda=cuda).status
 
 
+NIC, DOWN = RdmaDevice("mlx5_0"), RdmaDevice("mlx5_1", state="DOWN")
+
+
 @pytest.mark.parametrize(
-    ("devices", "wanted", "status"),
-    [([], "", "skip"), (["mlx5_0"], "", "ok"), (["mlx5_0"], "mlx5_0", "ok"), (["mlx5_0"], "mlx5_9", "fail")],
+    ("devices", "wanted", "status", "said"),
+    [
+        ([], "", "skip", "no device"),
+        ([NIC, DOWN], "", "ok", "mlx5_0"),
+        ([NIC, DOWN], "mlx5_0", "ok", "mlx5_0, as RFORK_RDMA_DEVICES says"),
+        ([NIC, DOWN], "mlx5_1", "fail", "mlx5_1: its port is DOWN"),
+        ([NIC], "mlx5_9", "fail", "no RDMA device mlx5_9 (found: mlx5_0)"),
+        ([DOWN], "", "fail", "mlx5_1: its port is DOWN"),
+        ([], "mlx5_0", "fail", "(found: none)"),
+    ],
 )
-def test_rdma(devices: list[str], wanted: str, status: Status) -> None:
-    """Devices asked for must be there."""
-    assert status == check_rdma(devices, wanted).status
+def test_rdma(devices: list[RdmaDevice], wanted: str, status: Status, said: str) -> None:
+    """Devices asked for must be there and work; of the others one is enough."""
+    check = check_rdma(devices, wanted)
+    assert (status, True) == (check.status, said in check.detail)
+
+
+def test_each_device_is_told_with_its_gpu(tmp_path: Path) -> None:
+    """State, link layer, rate, and the GPU below the same switch."""
+    sysfs = hgx(tmp_path)
+    gpus = {f"cuda:{index}": place_of(f"0000:{0x13 + 0x10 * index:02x}:00.0", sysfs) for index in range(8)}
+    checks = [check_device(device, gpus) for device in rdma_devices(sysfs)]
+    assert [
+        (f"rdma mlx5_{at}", "ok", f"ACTIVE, InfiniBand, 400 Gb/sec (4X NDR); nearest to cuda:{7 - at}")
+        for at in range(8)
+    ] == [(check.name, check.status, check.detail) for check in checks]
+
+
+@pytest.mark.parametrize(
+    ("nic", "said", "fix"),
+    [
+        (Nic("pci0000:00/0000:00:06.0", state="1: DOWN"), "port is down: DOWN", "cable"),
+        (
+            Nic("pci0000:00/0000:00:06.0", link_layer="Ethernet", gids=("0000:0000",)),
+            "no address (GID): ACTIVE, Ethernet",
+            "IP address",
+        ),
+    ],
+)
+def test_a_device_that_cannot_be_used(tmp_path: Path, nic: Nic, said: str, fix: str) -> None:
+    """It says what is wrong with its port, and what to do."""
+    (device,) = rdma_devices(build(tmp_path, [], {"mlx5_0": nic}))
+    check = check_device(device, {})
+    assert ("warn", True, True) == (check.status, said in check.detail, fix in check.fix)
+
+
+@pytest.mark.parametrize(
+    ("peer_module", "dma_buf", "needed", "status"),
+    [
+        (True, False, True, "ok"),
+        (False, True, True, "ok"),
+        (False, False, True, "fail"),
+        (False, False, False, "skip"),
+    ],
+)
+def test_gpu_direct(peer_module: bool, dma_buf: bool, needed: bool, status: Status) -> None:
+    """It matters where there are GPUs and network cards that work."""
+    assert status == check_gpu_direct(peer_module, dma_buf, needed=needed).status
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "status", "fix"),
+    [("12.8", "ok", ""), ("13.0", "warn", "rfork[mooncake-cuda13]")],
+)
+def test_the_wheel_has_to_fit_torch(torch_cuda: str, status: Status, fix: str) -> None:
+    """A wheel for another CUDA than torch's is named with the extra that fits."""
+    check = check_mooncake(LibraryState((CUDA_WHEEL,), cuda=True), cuda=True, torch_cuda=torch_cuda)
+    assert (status, True) == (check.status, fix in check.fix)
+
+
+def test_two_wheels_at_once() -> None:
+    """They overwrite one another: a failure, whatever imports."""
+    state = LibraryState((WHEEL, CUDA_WHEEL), "both installed", "pip uninstall -y both", cuda=True)
+    check = check_mooncake(state, cuda=True, torch_cuda="12.8")
+    assert ("fail", "pip uninstall -y both") == (check.status, check.fix)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "parted", "status", "said"),
+    [
+        ([], [], "skip", "no CUDA device (IPC namespace 42)"),
+        ([0], [], "ok", "one GPU is seen"),
+        ([0, 1, 2], [], "ok", "3 GPUs, each addresses every other"),
+        ([0, 1, 2], [(0, 2), (2, 0)], "warn", "do not address one another: 0-2"),
+    ],
+)
+def test_cuda_ipc(gpus: list[int], parted: list[tuple[int, int]], status: Status, said: str) -> None:
+    """How many GPUs there are, and which pairs of them have no peer access."""
+    check = check_cuda_ipc("42", gpus, lambda one, other: (one, other) not in parted)
+    assert (status, True) == (check.status, said in check.detail)
+
+
+def test_local_sockets(tmp_path: Path) -> None:
+    """A folder that is named must be there; without one the network namespace is what counts."""
+    missing = check_local_sockets(tmp_path / "none", "7")
+    assert ["ok", "ok", "fail"] == [
+        check_local_sockets(None, "7").status,
+        check_local_sockets(tmp_path, "7").status,
+        missing.status,
+    ]
+    assert "RFORK_LOCAL_SOCKETS" in missing.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "has_fix"),
+    [
+        ("always within_size [advise] never deny force\n", "advise", False),
+        ("always within_size advise [never] deny force\n", "never", True),
+        (None, "", True),
+    ],
+)
+def test_huge_pages_of_shared_memory(tmp_path: Path, text: str | None, mode: str, has_fix: bool) -> None:
+    """Small pages are no fault, but worth a word."""
+    if text is not None:
+        folder = tmp_path / "kernel" / "mm" / "transparent_hugepage"
+        folder.mkdir(parents=True)
+        (folder / "shmem_enabled").write_text(text)
+    check = check_sealed_memory(True, shmem_huge_pages(tmp_path))
+    assert (mode, "ok", has_fix) == (shmem_huge_pages(tmp_path), check.status, bool(check.fix))
+
+
+@pytest.mark.parametrize(
+    ("available", "asked", "status"),
+    [
+        (["gloo"], [], "skip"),
+        (["gloo"], ["http"], "skip"),
+        (["gloo"], ["gloo"], "warn"),
+        (["gloo"], ["nccl"], "fail"),
+        ([], ["gloo"], "fail"),
+    ],
+)
+def test_collectives(available: list[str], asked: list[str], status: Status) -> None:
+    """They are used where they are asked for, and then must be there."""
+    assert status == check_collectives(available, asked).status
+
+
+@pytest.mark.parametrize(
+    ("cuda", "triton", "status"), [(False, False, "ok"), (True, True, "ok"), (True, False, "warn")]
+)
+def test_what_digests(cuda: bool, triton: bool, status: Status) -> None:
+    """On a GPU without Triton digests are slow."""
+    assert status == check_digest(cuda, triton).status
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from rfork.transport.transfer_engine.library import WHEELS, import_hint, rdma_devices
+from rfork.errors import VersionMismatch
+from rfork.transport.transfer_engine.library import WHEELS, LibraryState, import_hint, require_cuda
 
 NON_CUDA = ["mooncake-transfer-engine-non-cuda"]
 
@@ -26,13 +25,65 @@ def test_import_errors_name_what_to_install(error: str, wheels: list[str], expec
     assert expected in import_hint(error, wheels)
 
 
-def test_rdma_devices_are_those_of_the_kernel(tmp_path: Path) -> None:
-    """Devices are the entries of /sys/class/infiniband, sorted; none where it does not exist."""
-    for name in ("mlx5_1", "mlx5_0"):
-        (tmp_path / name).mkdir()
-    assert (("mlx5_0", "mlx5_1"), ()) == (rdma_devices(tmp_path), rdma_devices(tmp_path / "missing"))
-
-
 def test_every_wheel_has_its_extra() -> None:
     """The three wheels map to the three extras."""
     assert ["mooncake", "mooncake-cuda12", "mooncake-cuda13"] == sorted(WHEELS.values())
+
+
+NONE, TWELVE, THIRTEEN = "mooncake-transfer-engine-non-cuda", *sorted(set(WHEELS) - set(NON_CUDA))
+
+
+@pytest.mark.parametrize(
+    ("state", "torch_cuda", "said", "hint"),
+    [
+        (
+            LibraryState((NONE,)),
+            "12.8",
+            f"{NONE} cannot read GPU memory",
+            f"pip uninstall -y {NONE}, then pip install 'rfork[mooncake-cuda12]'",
+        ),
+        (
+            LibraryState((NONE,)),
+            "13.0",
+            f"{NONE} cannot read GPU memory",
+            f"pip uninstall -y {NONE}, then pip install 'rfork[mooncake-cuda13]'",
+        ),
+        (
+            LibraryState((TWELVE,), cuda=True),
+            "13.0",
+            f"{TWELVE} is for CUDA 12, and torch for CUDA 13",
+            f"pip uninstall -y {TWELVE}, then pip install 'rfork[mooncake-cuda13]'",
+        ),
+        (
+            LibraryState((THIRTEEN,), cuda=True),
+            "12.8",
+            f"{THIRTEEN} is for CUDA 13, and torch for CUDA 12",
+            f"pip uninstall -y {THIRTEEN}, then pip install 'rfork[mooncake-cuda12]'",
+        ),
+        (
+            LibraryState((NONE,)),
+            None,
+            f"{NONE} cannot read GPU memory",
+            f"pip uninstall -y {NONE}, then pip install 'rfork[mooncake-cuda12]' or 'rfork[mooncake-cuda13]'",
+        ),
+    ],
+)
+def test_a_wheel_that_does_not_fit(state: LibraryState, torch_cuda: str | None, said: str, hint: str) -> None:
+    """It says what to remove and which extra fits the CUDA of torch."""
+    with pytest.raises(VersionMismatch) as raised:
+        require_cuda(state, torch_cuda)
+    assert (said, hint) == (str(raised.value), raised.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("state", "torch_cuda"),
+    [
+        (LibraryState((TWELVE,), cuda=True), "12.8"),
+        (LibraryState((THIRTEEN,), cuda=True), "13.0"),
+        (LibraryState((), cuda=True), "13.0"),
+    ],
+    ids=["12", "13", "built from source"],
+)
+def test_a_wheel_that_fits(state: LibraryState, torch_cuda: str) -> None:
+    """A wheel for torch's CUDA is taken, and one that nobody knows but that has CUDA."""
+    require_cuda(state, torch_cuda)

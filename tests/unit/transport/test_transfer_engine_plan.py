@@ -7,9 +7,10 @@ import pytest
 from rfork.errors import SourceCorrupt
 from rfork.image.chunks import MIB
 from rfork.image.memory import Segment
+from rfork.transport.transfer_engine.library import Wire
 from rfork.transport.transfer_engine.plan import (
     DIRECT_BYTES,
-    REQUEST_BYTES,
+    SIZES,
     STAGING_BYTES,
     AddressMap,
     Piece,
@@ -18,6 +19,8 @@ from rfork.transport.transfer_engine.plan import (
     head,
     requests,
 )
+
+MOST = SIZES["tcp"].request
 
 
 def test_address_map_cuts_segments_to_the_range() -> None:
@@ -54,25 +57,33 @@ def test_common_pieces_end_where_either_side_ends() -> None:
 
 def test_large_pieces_are_cut() -> None:
     """A piece of more than one request's bytes becomes several, adjacent on both sides."""
-    planned = requests([Piece(1 << 30, 1 << 20, REQUEST_BYTES + 5)], gather=True)
+    planned = requests([Piece(1 << 30, 1 << 20, MOST + 5)], gather=True, most=MOST)
     assert [
-        Request(1 << 30, REQUEST_BYTES, 1 << 20),
-        Request((1 << 30) + REQUEST_BYTES, 5, (1 << 20) + REQUEST_BYTES),
+        Request(1 << 30, MOST, 1 << 20),
+        Request((1 << 30) + MOST, 5, (1 << 20) + MOST),
     ] == planned
+
+
+@pytest.mark.parametrize(("wire", "reads"), [("tcp", 16), ("rdma", 1)])
+def test_a_chunk_is_read_in_as_many_requests_as_the_wire_likes(wire: Wire, reads: int) -> None:
+    """The largest chunk is one read over RDMA; of either wire's reads four are under way at once."""
+    sizes = SIZES[wire]
+    planned = requests([Piece(1 << 40, 1 << 30, 256 * MIB)], gather=True, most=sizes.request)
+    assert (reads, 4) == (len(planned), sizes.in_flight // sizes.request)
 
 
 def test_small_neighbours_share_one_staged_read() -> None:
     """Pieces less than a page apart at the source are one read, whatever their order; others their own."""
     near, far, first = Piece(200, 9000, 50), Piece(250 + 4096, 100, 50), Piece(100, 7000, 20)
     assert [Request(100, 150, pieces=(first, near)), Request(4346, 50, 100)] == requests(
-        [near, far, first], gather=True
+        [near, far, first], gather=True, most=MOST
     )
 
 
 def test_without_gather_each_piece_is_a_read() -> None:
     """Where areas may be registered apart, nothing is read between two pieces."""
     assert [Request(100, 20, 7000), Request(130, 50, 9000)] == requests(
-        [Piece(100, 7000, 20), Piece(130, 9000, 50)], gather=False
+        [Piece(100, 7000, 20), Piece(130, 9000, 50)], gather=False, most=MOST
     )
 
 
@@ -80,14 +91,14 @@ def test_a_staged_read_fits_its_buffer() -> None:
     """Neighbours that together exceed a staging buffer are parted."""
     size = MIB // 4
     pieces = [Piece(1 + index * size, index * 2 * size, size) for index in range(40)]
-    planned = requests(pieces, gather=True)
+    planned = requests(pieces, gather=True, most=MOST)
     assert [STAGING_BYTES, 40 * size - STAGING_BYTES] == [request.length for request in planned]
 
 
 def test_pieces_worth_a_read_of_their_own_are_not_staged() -> None:
     """From DIRECT_BYTES on a piece goes straight to its place."""
     pieces = [Piece(1, 10, DIRECT_BYTES), Piece(1 + DIRECT_BYTES, 1 << 30, DIRECT_BYTES)]
-    assert [(), ()] == [request.pieces for request in requests(pieces, gather=True)]
+    assert [(), ()] == [request.pieces for request in requests(pieces, gather=True, most=MOST)]
 
 
 SMALL = (Piece(1000, 70, 100), Piece(1100, 500, 200), Piece(1310, 9000, 50))

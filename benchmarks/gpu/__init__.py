@@ -1,0 +1,1 @@
+"""Benchmarks of one machine's GPUs; with `--device cpu` each runs the same code, small."""

@@ -1,0 +1,211 @@
+"""What does giving its weights cost a seed that decodes on a GPU, and what does the governor change?
+
+A seed process decodes one token after the other (a plain torch decoder of 2.2 GB in bfloat16, static
+key-value cache, each step one CUDA graph; on a CPU 10 MB and no graph) and tells its governor of each step.
+Meanwhile 1 or 2 targets, processes on the same GPU, fork its weights again and again: `rfork.fork` against
+a real planner, every chunk verified, and all bytes compared once more at the end of a slot. They give nothing
+onwards.
+
+- Without MPS the kernels of several processes take turns on a GPU: what targets run to verify is in these
+  figures too, as it is where a replica starts beside another one.
+- "governor on" is the product as it comes; "off" is without latency setpoint and niceness.
+- "kernel copies" stands for NCCL, which refuses two ranks on one GPU: a kernel copies as many bytes, over
+  and over, ungoverned.
+- "idle, slot …": nobody reads. The two slots of a round against one another are the noise of this machine.
+
+Quantiles are over the tokens of all rounds, which are interleaved. `gpu_disturb_tokens_per_s` is the worst
+governed transport with the most targets against idle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+from benchmarks import harness
+from benchmarks.disturb_case import Told, quantile
+from benchmarks.disturb_crew import PATIENCE_S, Worker, plan
+from benchmarks.gpu.case import Field, GpuOptions, parse
+from benchmarks.gpu.disturb_crew import KERNELS, Case, Order, seed_main, target_main
+from benchmarks.harness import GB, Contender, Row
+from rfork import logs
+from rfork.errors import RforkError
+
+WAYS = ("cuda_ipc", "shared_memory", "transfer_engine", "http")
+MOST_TARGETS = 2
+IDLE = (Case("idle", slot=1), Case("idle", slot=2))
+SeedWorker = Worker[Order, Told | None]
+TargetWorker = Worker[Order, None]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and write what was asked for; raises RforkError where any byte was wrong."""
+    options = parse("disturb", __doc__, arguments)
+    logs.configure(json=False, level="error")
+    cases = cases_of(options)
+    told = {case.name: Told() for case in cases}
+    field = Field()
+    slot_s = slot_seconds(options)
+    with crew(str(options.device)) as (seed, targets):
+        for case in cases:
+            field.add(case.name, partial(slot, case, slot_s, seed, targets, told))
+        field.run(options.common.rounds, warmed=lambda: told.update({case.name: Told() for case in cases}))
+        graphed = bool(seed.counter.value)
+    harness.publish(
+        options.common,
+        settings={"device": str(options.device), "slot_s": slot_s, "cuda_graph": graphed},
+        rows=rows(told, cases, field.notes),
+        figures=figures(told, [case for case in cases if case.name not in field.notes]),
+        plot=("contender", "tokens/s"),
+    )
+    if any("WRONG BYTES" in note for note in field.notes.values()):
+        raise RforkError("wrong bytes")
+
+
+def cases_of(options: GpuOptions) -> list[Case]:
+    """Everything; with --quick the most targets only."""
+    counts = (MOST_TARGETS,) if options.common.quick else (1, MOST_TARGETS)
+    read = [Case(way, count, governed) for way in WAYS for count in counts for governed in (False, True)] + [
+        Case(KERNELS, count) for count in counts
+    ]
+    half = len(read) // 2
+    return [IDLE[0], *read[:half], IDLE[1], *read[half:]]
+
+
+def slot_seconds(options: GpuOptions) -> float:
+    """How long the seed decodes in one slot."""
+    if options.device.type == "cpu":
+        return 0.4 if options.common.quick else 1.0
+    return 1.0 if options.common.quick else 2.0
+
+
+def slot(
+    case: Case, seconds: float, seed: SeedWorker, targets: Sequence[TargetWorker], pools: Mapping[str, Told]
+) -> Contender:
+    """One slot of a case: pools what it gave, and returns its seconds."""
+
+    def run() -> float:
+        readers = targets[: case.targets]
+        seed.ask(Order("open", case))
+        try:
+            try:
+                for reader in readers:
+                    reader.ask(Order("start", case))
+                before = sum(reader.counter.value for reader in readers)
+                told = seed.ask(Order("serve", seconds=seconds))
+                came = sum(reader.counter.value for reader in readers) - before
+            finally:
+                _stop(readers)
+        finally:
+            seed.ask(Order("close"))
+        if told is None:
+            raise RforkError("the seed told nothing")
+        told.bytes_read = came
+        pools[case.name].add(told)
+        return told.seconds
+
+    return run
+
+
+def _stop(readers: Sequence[TargetWorker]) -> None:
+    """End all, then say what went wrong with the first."""
+    errors: list[RforkError] = []
+    for reader in readers:
+        reader.tell(Order("stop"))
+    for reader in readers:
+        try:
+            reader.reply()
+        except RforkError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def rows(told: Mapping[str, Told], cases: Sequence[Case], notes: Mapping[str, str]) -> list[Row]:
+    """A line each; ratios are against both idle slots pooled."""
+    idle = idle_of(told)
+    lines: list[Row] = [line("limit: nobody reads (both idle slots)", idle, idle)]
+    for case in cases:
+        if case.name in notes:
+            lines.append({"contender": case.name, "note": notes[case.name]})
+        else:
+            lines.append(line(case.name, told[case.name], idle))
+    return lines
+
+
+def line(name: str, slots: Told, idle: Told) -> Row:
+    """One case that ran."""
+    return {
+        "contender": name,
+        "tokens/s": slots.tokens_per_s,
+        "tokens / idle": slots.tokens_per_s / idle.tokens_per_s,
+        "p50 ms": quantile(slots.tokens, 0.5) * 1e3,
+        "p99 ms": quantile(slots.tokens, 0.99) * 1e3,
+        "p99 / idle": quantile(slots.tokens, 0.99) / quantile(idle.tokens, 0.99),
+        "GB/s": slots.bytes_per_s / GB,
+        "tokens": len(slots.tokens),
+        "note": "",
+    }
+
+
+def idle_of(told: Mapping[str, Told]) -> Told:
+    """Both idle slots as one."""
+    idle = Told()
+    for case in IDLE:
+        idle.add(told[case.name])
+    return idle
+
+
+def figures(told: Mapping[str, Told], cases: Sequence[Case]) -> dict[str, float]:
+    """Of those that ran; the one that design section 8 names is the worst over the governed transports."""
+    idle = idle_of(told)
+    found: dict[str, float] = {}
+    worst: list[float] = []
+    for case in cases:
+        slots = told[case.name]
+        if case.way == "idle":
+            continue
+        word = "" if case.way == KERNELS else "_governed" if case.governed else "_free"
+        tail = f"{case.way.replace(' ', '_')}{word}_{case.targets}"
+        share = slots.tokens_per_s / idle.tokens_per_s
+        found[f"gpu_disturb_tokens_{tail}"] = share
+        found[f"gpu_disturb_p99_{tail}"] = quantile(slots.tokens, 0.99) / quantile(idle.tokens, 0.99)
+        if case.way != KERNELS and case.governed and case.targets == MOST_TARGETS:
+            worst.append(share)
+    first = {"gpu_disturb_tokens_per_s": min(worst)} if worst else {}
+    noise = told[IDLE[0].name].tokens_per_s / told[IDLE[1].name].tokens_per_s
+    return {**first, "gpu_disturb_idle_vs_idle": noise, **found}
+
+
+@contextlib.contextmanager
+def crew(device: str) -> Iterator[tuple[SeedWorker, list[TargetWorker]]]:
+    """The planner, the seed's process and the targets', until the block ends."""
+    cores = os.sched_getaffinity(0)
+    context = multiprocessing.get_context("spawn")
+    url, there = context.Pipe()
+    planner = context.Process(target=plan, args=(there, cores), daemon=True)
+    planner.start()
+    try:
+        if not url.poll(PATIENCE_S):
+            raise RforkError("the planner did not start")
+        at = url.recv()
+        with contextlib.ExitStack() as workers:
+            seed: SeedWorker = workers.enter_context(Worker("the seed", cores, seed_main, at, device))
+            targets = [
+                workers.enter_context(Worker(f"target {number + 1}", cores, target_main, at, device))
+                for number in range(MOST_TARGETS)
+            ]
+            yield seed, targets
+    finally:
+        planner.terminate()
+        planner.join()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RforkError as error:
+        raise SystemExit(f"{error}\n{error.hint}".rstrip()) from None

@@ -1,0 +1,148 @@
+"""The model of `benchmarks.gpu.disturb`: a decoder that makes a token a step, replayed as one CUDA graph.
+
+Plain torch, so that it runs on any PyTorch image: a Llama's blocks, weights and arithmetic, bfloat16, with a
+static key-value cache that is no part of the weights. Random weights: what it says means nothing, what it
+costs is what counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+EPSILON = 1e-6
+WARM_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The decoder's widths."""
+
+    hidden: int
+    intermediate: int
+    key_value: int
+    heads: int
+    layers: int
+    vocabulary: int
+    context: int
+
+
+LARGE = Sizes(2048, 8192, 512, 16, 16, 32_000, 1024)
+"""2.2 GB of weights."""
+TINY = Sizes(256, 1024, 128, 4, 4, 2048, 64)
+"""10 MB: for a CPU."""
+
+
+class Block(nn.Module):
+    """Attention and a gated feed-forward part."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.heads = sizes.heads
+        self.groups = sizes.key_value * sizes.heads // sizes.hidden
+        hidden, key_value = sizes.hidden, sizes.key_value
+        self.input_norm = nn.Parameter(torch.ones(hidden))
+        self.qkv = nn.Linear(hidden, hidden + 2 * key_value, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.feed_norm = nn.Parameter(torch.ones(hidden))
+        self.gate_up = nn.Linear(hidden, 2 * sizes.intermediate, bias=False)
+        self.down = nn.Linear(sizes.intermediate, hidden, bias=False)
+
+    def forward(
+        self, line: torch.Tensor, cache: torch.Tensor, place: torch.Tensor, seen: torch.Tensor
+    ) -> torch.Tensor:
+        """One token: line [1, hidden], cache [2, groups, context, width], place [1], seen [1, context]."""
+        hidden = line.shape[-1]
+        width = hidden // self.heads
+        normed = functional.rms_norm(line, (hidden,), self.input_norm, EPSILON)
+        asked, key, value = self.qkv(normed).split([hidden, self.groups * width, self.groups * width], -1)
+        cache[0].index_copy_(1, place, key.view(self.groups, 1, width))
+        cache[1].index_copy_(1, place, value.view(self.groups, 1, width))
+        repeat = self.heads // self.groups
+        attended = functional.scaled_dot_product_attention(
+            asked.view(1, self.heads, 1, width),
+            cache[0].repeat_interleave(repeat, 0).unsqueeze(0),
+            cache[1].repeat_interleave(repeat, 0).unsqueeze(0),
+            attn_mask=seen,
+        )
+        line = line + self.out(attended.reshape(1, hidden))
+        normed = functional.rms_norm(line, (hidden,), self.feed_norm, EPSILON)
+        gate, up = self.gate_up(normed).chunk(2, -1)
+        return line + torch.as_tensor(self.down(functional.silu(gate) * up))
+
+
+class Decoder(nn.Module):
+    """The weights; the same in every process and on every device of one kind."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.norm = nn.Parameter(torch.ones(sizes.hidden))
+        self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
+
+
+def decoder_on(device: torch.device, sizes: Sizes) -> Decoder:
+    """A decoder in bfloat16 on a device, ready to serve."""
+    with torch.device("meta"):
+        decoder = Decoder(sizes)
+    decoder = decoder.to(torch.bfloat16).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(3)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.normal_(0.0, 0.02, generator=generator)
+    return decoder.requires_grad_(False).eval()
+
+
+def steps_of(decoder: Decoder, device: torch.device) -> tuple[Callable[[], int], bool]:
+    """What makes the next token and waits for it; and whether it replays a captured graph."""
+    sizes = decoder.sizes
+    width = sizes.hidden // sizes.heads
+    groups = sizes.key_value // width
+    shape = (sizes.layers, 2, groups, sizes.context, width)
+    cache = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    place = torch.zeros(1, dtype=torch.int64, device=device)
+    places = torch.arange(sizes.context, device=device).unsqueeze(0)
+
+    def step() -> None:
+        with torch.inference_mode():
+            line = decoder.embedding(token)
+            seen = places <= place
+            for index, block in enumerate(decoder.blocks):
+                line = block(line, cache[index], place, seen)
+            line = functional.rms_norm(line, (sizes.hidden,), decoder.norm, EPSILON)
+            token.copy_(decoder.head(line).argmax(-1))
+            place.copy_((place + 1) % sizes.context)
+
+    run = step
+    graphed = device.type == "cuda"
+    if graphed:
+        run = _captured(step)
+
+    def next_token() -> int:
+        run()
+        return int(token.item())  # engines wait for it too: it decides whether the request is done
+
+    return next_token, graphed
+
+
+def _captured(step: Callable[[], None]) -> Callable[[], None]:
+    """The step as one CUDA graph; warmed up on a stream of its own, as torch asks for."""
+    aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(WARM_STEPS):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    # Others of this process may call CUDA meanwhile: their calls are no part of it.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    replay: Callable[[], None] = graph.replay
+    return replay

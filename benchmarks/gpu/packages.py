@@ -1,0 +1,160 @@
+"""What `benchmarks.gpu.run` needs beside the image's own torch, and how it comes in without replacing that.
+
+A PyTorch image has a Python with torch for CUDA. It gets a virtual environment that sees all of that, and
+holds only what lacks; torch itself is pinned to what is there. Runs with the standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+VENV = ROOT / ".venv" / "gpu"
+IMPORTS = {
+    "pydantic-settings": "pydantic_settings", "grpcio": "grpc", "grpcio-health-checking": "grpc_health",
+    "protobuf": "google.protobuf", "prometheus-client": "prometheus_client", "pyjwt": "jwt",
+    "pytest-asyncio": "pytest_asyncio", "pytest-timeout": "pytest_timeout",
+    "runai-model-streamer": "runai_model_streamer", "mooncake-transfer-engine": "mooncake",
+    "mooncake-transfer-engine-cuda13": "mooncake",
+}  # fmt: skip
+"""The module of a package, where it has another name."""
+TESTS = ("pytest", "pytest-asyncio", "pytest-timeout")
+LEAST = ("xxhash", "structlog", "pytest")
+"""What the tests of the digest need, beside torch."""
+LOADERS = ("runai-model-streamer", "fastsafetensors", "tensorizer")
+PIP_S = 240.0
+"""Seconds for the base packages; each optional one has a quarter."""
+ASK = """
+import importlib.util, json, sys
+def has(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+answer = {"missing": [name for name in sys.argv[1:] if not has(name)]}
+answer |= {"torch": None, "cuda": None, "gpus": []}
+if has("torch"):
+    import torch
+    answer["torch"], answer["cuda"] = str(torch.__version__), torch.version.cuda
+    answer["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+print(json.dumps(answer))
+"""
+
+FOLDERS = (
+    "import sys; print(*(p for p in sys.path if p.endswith(('site-packages', 'dist-packages'))), sep='\\n')"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one interpreter has: the modules asked for that lack, torch, its CUDA, the GPUs' names."""
+
+    missing: tuple[str, ...]
+    torch: str | None
+    cuda: str | None
+    gpus: tuple[str, ...]
+
+
+def ask(python: str, modules: Sequence[str] = ()) -> Found:
+    """Ask an interpreter. Raises OSError or CalledProcessError where it does not run."""
+    answer = json.loads(
+        subprocess.run(
+            [python, "-c", ASK, *modules], cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout.splitlines()[-1]
+    )
+    return Found(tuple(answer["missing"]), answer["torch"], answer["cuda"], tuple(answer["gpus"]))
+
+
+def base() -> list[str]:
+    """rfork's own requirements, without torch."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [line for line in project["dependencies"] if name_of(line) != "torch"]
+
+
+def optional(cuda: str | None) -> list[str]:
+    """What rows of the benchmarks are about: other loaders, and the Mooncake wheel for this CUDA."""
+    wheels = {"12": "mooncake-transfer-engine", "13": "mooncake-transfer-engine-cuda13"}
+    major = (cuda or "").partition(".")[0]
+    return [*LOADERS, *([wheels[major]] if major in wheels else [])]
+
+
+def name_of(requirement: str) -> str:
+    """The package that a requirement names."""
+    for mark in "<>=!~[; ":
+        requirement = requirement.partition(mark)[0]
+    return requirement
+
+
+def module_of(package: str) -> str:
+    """What a package is imported as."""
+    return IMPORTS.get(package, package.replace("-", "_"))
+
+
+def prepared(python: str, *, loaders: bool) -> str:
+    """The interpreter to use: that of a virtual environment over `python`, with all that could be installed.
+
+    `loaders`: other people's as well. One line for each thing that could not.
+    `WHEELS` names a folder of wheels to take instead of an index.
+    """
+    here = ask(python)
+    wanted = [*base(), *TESTS]
+    extra = optional(here.cuda) if loaders else []
+    modules = [module_of(name_of(line)) for line in [*wanted, *extra]]
+    if not ask(python, modules).missing:
+        return python
+    inside = str(VENV / "bin" / "python")
+    if not Path(inside).exists() and (failed := _over(python)):
+        print(f"no virtual environment over {python}, so nothing is installed: {failed}", flush=True)
+        return python
+    pins = VENV / "pins.txt"
+    pins.write_text(f"torch=={here.torch}\n" if here.torch else "")
+    if ask(inside, [module_of(name_of(line)) for line in wanted]).missing:
+        print("installing what the image lacks", flush=True)
+        if failed := _pip(inside, pins, wanted, PIP_S):
+            print(f"not all of rfork's packages can be installed: {failed}", flush=True)
+            _pip(inside, pins, LEAST, PIP_S / 4)
+            return inside
+    for package in extra:
+        if ask(inside, [module_of(package)]).missing and (failed := _pip(inside, pins, [package], PIP_S / 4)):
+            print(f"without {package}: {failed}", flush=True)
+    return inside
+
+
+def _over(python: str) -> str:
+    """Make the virtual environment; why not on one line, "" where it is done.
+
+    An image's Python may be in a virtual environment itself, whose packages another does not see.
+    """
+    if failed := _quiet([python, "-m", "venv", "--system-site-packages", str(VENV)], PIP_S):
+        return failed
+    asked = subprocess.run([python, "-c", FOLDERS], check=True, capture_output=True, text=True).stdout
+    for packages in VENV.glob("lib/python*/site-packages"):
+        (packages / "image.pth").write_text(asked)
+    return ""
+
+
+def _pip(python: str, pins: Path, requirements: Sequence[str], seconds: float) -> str:
+    """Install; why not on one line, "" where it is done."""
+    command = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--retries", "1"]
+    command += ["--timeout", "10", "-c", str(pins)]
+    if wheels := os.environ.get("WHEELS"):
+        command += ["--no-index", "--find-links", wheels]
+    return _quiet([*command, *requirements], seconds)
+
+
+def _quiet(command: Sequence[str], seconds: float) -> str:
+    """Run it; the last line of what it said where it failed."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"it took more than {seconds:g} s"
+    except OSError as error:
+        return str(error)
+    lines = (done.stderr.strip() or done.stdout.strip() or "it failed").splitlines()
+    return lines[-1] if done.returncode else ""

@@ -1,0 +1,185 @@
+"""How fast do weights come to a GPU: from another process's GPU memory, the host's memory, a file in memory?
+
+Source and target are two processes on one GPU, and on two GPUs as well where there are two. Two images: a
+dense one of a Llama's shapes (16 GiB where the memory is there, quick 2 GiB, on the CPU 256 MiB), and 20,000
+small tensors (1 GiB at most). Contenders run interleaved after one warm-up round; before each the
+tensors are zeroed, after it every byte is checked by its digest where it lies (both untimed), and the clock
+stops when the device has done all. Who cannot run here has a row that says why.
+
+- "rfork NAME": `rfork.fork` over that transport with a planner process; its report's transfer phase (plan,
+  channel, bytes, verification). "reads": the transport's reader alone, connected before, all chunks, four
+  in flight, nothing verified: what `gpu_ipc_vs_device_copy` compares.
+- "limit: device copy": the same bytes from tensors of this process, on one GPU or from the other one.
+- "limit: pinned copy": cudaMemcpyAsync of the same bytes from page-locked memory, which
+  `gpu_h2d_vs_pinned` compares with rfork.load, verification included, of a snapshot in the page cache.
+- Other loaders make new tensors, once for each round, of the same file; the slow ones run in 3 rounds.
+- "digest" is the manifest of the image, beside one read of all bytes by torch.sum.
+
+GB/s are 1e9 image bytes a second, over the median of the rounds. With `--device cpu` the same code runs on
+host memory, at a small size: that shows that it runs, and is no result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+
+import rfork
+from benchmarks import harness
+from benchmarks.gpu import pull_local
+from benchmarks.gpu.case import Field, GpuOptions, dense_bytes, parse, rows_of, shapes_of, why
+from benchmarks.gpu.pull_local import FILE, SHM, folder_in
+from benchmarks.gpu.pull_source import BARE, Offer, giving
+from benchmarks.gpu.pull_target import Target
+from benchmarks.harness import GB
+from benchmarks.pull_source import IN_FLIGHT, plan, process
+from rfork import logs
+from rfork.errors import RforkError
+from rfork.image.memory import Image
+
+FORKS: Sequence[tuple[str, bool]] = (
+    ("cuda_ipc", True), ("cuda_ipc", False), ("shared_memory", True), ("transfer_engine", True),
+    ("http", True), ("nccl", True), ("gloo", True),
+)  # fmt: skip
+"""Transports, and whether what they bring is verified."""
+SLOW = frozenset({"transfer_engine", "http", "gloo"})
+COPY, PINNED, DIGEST, READ = (
+    "limit: device copy", "limit: pinned copy", "digest", "limit: memory read"
+)  # fmt: skip
+LOAD = "rfork.load, page cache"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and write what was asked for; raises RforkError where any byte was wrong."""
+    options = parse("pull", __doc__, arguments)
+    logs.configure(json=False, level="error")
+    shapes = shapes_of(dense_bytes(options))
+    field = Field()
+    sizes: dict[str, int] = {}
+    with contextlib.ExitStack() as stack:
+        url: str = stack.enter_context(process(plan))
+        targets = [Target(shape, tensors, options.device) for shape, tensors in shapes.items()]
+        for source in filter(None, (options.device, options.peer)):
+            offer = stack.enter_context(giving(url, shapes, source))
+            for target in targets:
+                original = target.original(shapes[target.shape], source)
+                before = place(target.shape, source, options)
+                from_peers(field, before, target, url, source, offer, original)
+                if source == options.device:
+                    from_here(field, target, original, stack)
+                sizes |= {
+                    name: target.bytes
+                    for name in (*field.names, *field.notes)
+                    if name.startswith(f"{before}: ")
+                }
+        seconds = field.run(options.common.rounds)
+    harness.publish(
+        options.common,
+        settings={
+            "device": str(options.device),
+            "in_flight": IN_FLIGHT,
+            **{f"{target.shape}_bytes": target.bytes for target in targets},
+            **{f"{target.shape}_tensors": len(target.image.layout.tensors) for target in targets},
+            **{f"{target.shape}_chunks": len(target.image.layout.chunks) for target in targets},
+        },
+        rows=rows_of(seconds, sizes, field),
+        figures=figures(seconds, sizes) | {"gpu_wrong_bytes": field.wrong},
+        plot=("contender", "GB/s"),
+    )
+    if field.wrong:
+        raise RforkError(f"{field.wrong} contenders left wrong bytes")
+
+
+def place(shape: str, source: torch.device, options: GpuOptions) -> str:
+    """What names of contenders begin with: the shape, and the other GPU where the bytes lie on one."""
+    return shape if source == options.device else f"{shape} from {source}"
+
+
+def from_peers(
+    field: Field,
+    before: str,
+    target: Target,
+    planner: str,
+    source: torch.device,
+    offer: Offer,
+    original: Image,
+) -> None:
+    """Everything that comes from a giving process on the source device, and the plain copy from there."""
+    for transport, verify in FORKS:
+        name = f"{before}: rfork {transport}" + ("" if verify else ", unverified")
+        if reason := offer.refusal(transport):
+            field.absent(name, reason)
+            continue
+        field.add(
+            name,
+            partial(target.forked, planner, source, transport, verify=verify),
+            aside=transport in SLOW,
+        )
+    for transport in BARE:
+        name = f"{before}: {transport} reads"
+        if reason := offer.refusal(transport):
+            field.absent(name, reason)
+            continue
+        field.add(name, partial(target.reads, planner, offer, transport), aside=transport in SLOW)
+    field.add(f"{before}: {COPY}", partial(target.copied, original))
+
+
+def from_here(field: Field, target: Target, original: Image, stack: contextlib.ExitStack) -> None:
+    """Everything that comes from this host's memory and files, and what is only read."""
+    before = target.shape
+    field.add(f"{before}: {DIGEST}", partial(pull_local.digests, target, original))
+    field.add(f"{before}: {READ}", partial(pull_local.memory_read, target, original))
+    field.add(f"{before}: {PINNED}", partial(pull_local.pinned, target))
+    for where, folder in (("page cache", Path(tempfile.gettempdir())), ("/dev/shm", SHM)):
+        load, engine = f"{before}: rfork.load, {where}", f"{before}: rfork reading engine, {where}"
+        try:
+            path = stack.enter_context(folder_in(folder, target.bytes)) / FILE
+            rfork.save(target.module, path)
+        except (RforkError, OSError) as error:
+            field.absent(load, why(error))
+            field.absent(engine, why(error))
+            continue
+        field.add(load, partial(pull_local.restored, target, path))
+        field.add(engine, partial(pull_local.engine_fill, target, path))
+        if folder == SHM:
+            continue
+        field.add(f"{before}: safetensors load_file", partial(pull_local.load_file, target, path), aside=True)
+        field.add(f"{before}: Run:ai", partial(pull_local.run_ai, target, path), aside=True)
+        field.add(f"{before}: fastsafetensors", partial(pull_local.fastsafetensors, target, path), aside=True)
+        field.add(f"{before}: tensorizer", partial(pull_local.tensorizer, target, path.parent), aside=True)
+
+
+def figures(seconds: Mapping[str, Sequence[float]], sizes: Mapping[str, int]) -> dict[str, float]:
+    """Those that design section 8 names, for the dense image on one GPU, and the same for the others."""
+    speed = {name: sizes[name] / GB / median(values) for name, values in seconds.items()}
+    asked = {
+        "gpu_ipc_vs_device_copy": ("cuda_ipc reads", COPY),
+        "gpu_ipc_fork_vs_device_copy": ("rfork cuda_ipc, unverified", COPY),
+        "gpu_ipc_verified_vs_device_copy": ("rfork cuda_ipc", COPY),
+        "gpu_h2d_vs_pinned": (LOAD, PINNED),
+        "gpu_http_vs_pinned": ("rfork http", PINNED),
+        "gpu_digest_vs_memory_read": (DIGEST, READ),
+    }
+    found: dict[str, float] = {}
+    for before in dict.fromkeys(name.partition(": ")[0] for name in speed):
+        suffix = "" if before == "dense" else f"_{before.replace(' ', '_').replace(':', '')}"
+        for name, (one, other) in asked.items():
+            ours, limit = speed.get(f"{before}: {one}"), speed.get(f"{before}: {other}")
+            if ours and limit:
+                found[name + suffix] = ours / limit
+        if digest := speed.get(f"{before}: {DIGEST}"):
+            found[f"gpu_digest_tb_per_s{suffix}"] = digest / 1e3
+    return found
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RforkError as error:
+        raise SystemExit(f"{error}\n{error.hint}".rstrip()) from None

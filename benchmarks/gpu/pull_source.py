@@ -1,0 +1,156 @@
+"""The other side of `benchmarks.gpu.pull`: a process that gives its tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+import torch
+from torch import nn
+
+import rfork
+from benchmarks.gpu.case import NOT_FOUND, module_of, settled, why
+from benchmarks.pull_source import LOOPBACK, PATIENCE_S, process, settings_for
+from rfork import logs
+from rfork.errors import LeaseRefused, RforkError
+from rfork.image.capture import capture
+from rfork.image.memory import Image
+from rfork.settings import Settings
+from rfork.transport.base import Endpoint
+from rfork.transport.choice import TRANSPORTS
+
+Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+TOKEN = "benchmark"
+FORK_ID = "benchmark"
+BARE = ("cuda_ipc", "shared_memory", "http")
+"""Transports whose reads are also timed without the fork around them."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one giving process offers: who gives each shape, and why others do not."""
+
+    transports: tuple[str, ...]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    endpoints: Mapping[str, Mapping[str, Endpoint]] = field(default_factory=dict)
+
+    def refusal(self, transport: str) -> str:
+        """Why this transport does not give; "" where it does."""
+        if transport not in TRANSPORTS:
+            return "this rfork has no such transport"
+        return self.refused.get(transport, "")
+
+
+class OpenGate:
+    """A gate without limits for whoever shows `TOKEN`; see `rfork.transport.base.Gate`."""
+
+    def admit(self, token: str, begin: int, end: int) -> str:
+        """See `Gate.admit`."""
+        if token != TOKEN:
+            raise LeaseRefused("not the benchmark's token")
+        return FORK_ID
+
+    @contextlib.contextmanager
+    def reading(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> Iterator[None]:
+        """See `Gate.reading`."""
+        self.admit(token, begin, end)
+        yield
+
+    def grant(self, most: int, fork_id: str) -> int:
+        """See `Gate.grant`."""
+        return most
+
+    def etag(self) -> str:
+        """See `Gate.etag`."""
+        return "benchmark"
+
+
+def model_name(shape: str, transport: str, device: torch.device) -> str:
+    """The model under which the process on a device offers a shape over one transport."""
+    return f"{shape}.{transport}@{device}"
+
+
+@contextlib.contextmanager
+def giving(planner: str, shapes: Shapes, device: torch.device) -> Iterator[Offer]:
+    """A giving process with its tensors on a device, for the time of the block."""
+    offer: Offer
+    with process(_give, planner, shapes, str(device)) as offer:
+        yield offer
+
+
+def usable(settings: Settings) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The transports that can run on this machine, and why the others cannot."""
+    names: list[str] = []
+    refused: dict[str, str] = {}
+    for name, make in TRANSPORTS.items():
+        available = make(settings).availability()
+        if available.usable:
+            names.append(name)
+        else:
+            refused[name] = available.reason
+    return tuple(names), refused
+
+
+def _give(ready: Connection, planner: str, shapes: Shapes, device_name: str) -> None:
+    logs.configure(json=False, level="error")
+    device = torch.device(device_name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    names, refused = usable(settings_for(planner, ("http",)))
+    modules = {shape: module_of(tensors, device) for shape, tensors in shapes.items()}
+    settled(device)
+    with contextlib.ExitStack() as opened:
+        for name in names:
+            try:
+                _seeded(modules, name, planner, device, opened)
+            except NOT_FOUND as error:
+                refused[name] = why(error)
+        options = settings_for(planner, names)
+        endpoints: dict[str, dict[str, Endpoint]] = {}
+        for shape, module in modules.items():
+            endpoints[shape] = _exported(capture(module), options, names, refused, opened)
+        ready.send(Offer(names, refused, endpoints))
+        with contextlib.suppress(EOFError):
+            ready.recv()  # until the benchmark ends
+
+
+def _seeded(
+    modules: Mapping[str, nn.Module],
+    transport: str,
+    planner: str,
+    device: torch.device,
+    opened: contextlib.ExitStack,
+) -> None:
+    """A seed for each shape over one transport: one that fails takes no other with it."""
+    options = settings_for(planner, (transport,))
+    for shape, module in modules.items():
+        seed = rfork.seed(module, model=model_name(shape, transport, device), settings=options)
+        if not opened.enter_context(seed).wait_acknowledged(PATIENCE_S):
+            raise RforkError("the planner did not answer the seed")
+
+
+def _exported(
+    image: Image,
+    settings: Settings,
+    names: tuple[str, ...],
+    refused: dict[str, str],
+    opened: contextlib.ExitStack,
+) -> dict[str, Endpoint]:
+    """One endpoint a bare transport; who cannot give this image is noted as refused."""
+    endpoints: dict[str, Endpoint] = {}
+    for name in names:
+        if name not in BARE:
+            continue
+        try:
+            exporter = TRANSPORTS[name](settings).export(image, OpenGate())
+        except NOT_FOUND as error:
+            refused[name] = why(error)
+            continue
+        opened.callback(exporter.close)
+        exporter.let_in(FORK_ID, LOOPBACK)
+        endpoints[name] = exporter.endpoint()
+    return endpoints

@@ -1,0 +1,146 @@
+"""This side of `benchmarks.gpu.pull`: one module on the device to fill, and how other processes fill it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+import rfork
+from benchmarks.gpu.case import WrongBytes, clocked, module_of, settled
+from benchmarks.gpu.pull_source import TOKEN, Offer, model_name
+from benchmarks.harness import Contender
+from benchmarks.pull_source import IN_FLIGHT, PATIENCE_S, settings_for
+from rfork.errors import RforkError
+from rfork.image.capture import capture, image_of
+from rfork.image.memory import Image
+from rfork.transport.choice import TRANSPORTS
+
+Tensors = Mapping[str, torch.Tensor]
+MANY = 1000
+
+
+class Target:
+    """One module of this process on a device, and what it must hold."""
+
+    def __init__(self, shape: str, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
+        self.shape = shape
+        self.device = device
+        self.module = module_of(shapes, device)
+        self.image = capture(self.module)
+        self.bytes = self.image.layout.image_bytes
+        settled(device)
+        self.right = self.image.manifest().digests
+
+    def original(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> Image:
+        """The same bytes once more, on a device of this process: what plain copies copy from."""
+        image = capture(module_of(shapes, device))
+        settled(device)
+        return image
+
+    def checked(self, fill: Callable[[], float | None]) -> Contender:
+        """`fill` into zeroed tensors, each byte checked; the seconds it tells, else its wall time."""
+
+        def run() -> float:
+            torch._foreach_zero_(list(self.image.regions))
+            seconds = clocked(fill, self.device)
+            self._check(self.image)
+            return seconds
+
+        return run
+
+    def checked_new(self, load: Callable[[], tuple[Tensors, Callable[[], None]]]) -> Contender:
+        """`load` gives new tensors on the device, and what lets go of them; each byte is checked."""
+
+        def run() -> float:
+            settled(self.device)
+            began = time.perf_counter()
+            tensors, release = load()
+            settled(self.device)
+            seconds = time.perf_counter() - began
+            try:
+                if any(tensor.device != self.device for tensor in tensors.values()):
+                    raise RforkError(f"its tensors are not on {self.device}")
+                self._check(image_of(tensors))
+            finally:
+                del tensors
+                release()
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()
+            return seconds
+
+        return run
+
+    def forked(self, planner: str, source: torch.device, transport: str, *, verify: bool) -> Contender:
+        """`rfork.fork` from the process on a device: the report's transfer phase."""
+        options = settings_for(planner, (transport,), verify=verify)
+        model = model_name(self.shape, transport, source)
+
+        def pull() -> float:
+            report = rfork.fork(self.module, model=model, settings=options)
+            if report.seed is not None:
+                report.seed.close()
+            if report.outcome != "forked" or {share.transport for share in report.sources} != {transport}:
+                raise RforkError("; ".join(report.reasons) or f"not over {transport}: {report.line()}")
+            return report.phases["transfer"]
+
+        return self.checked(pull)
+
+    def reads(self, planner: str, offer: Offer, transport: str) -> Contender:
+        """Bare reads of all chunks, several in flight, over a reader that is connected already."""
+        options = settings_for(planner, (transport,))
+        endpoint = offer.endpoints[self.shape].get(transport)
+        if endpoint is None:
+            raise RforkError(offer.refusal(transport) or "not given")
+        reader = TRANSPORTS[transport](options).connect(
+            endpoint, self.image, lambda: TOKEN, time.monotonic() + PATIENCE_S
+        )
+        chunks = list(self.image.layout.chunks)
+
+        def pull() -> None:
+            until = time.monotonic() + PATIENCE_S
+            in_turn(chunks, lambda chunk: reader.read(*chunk, until))
+
+        return self.checked(pull)
+
+    def copied(self, original: Image) -> Contender:
+        """A plain copy, tensor by tensor, from tensors of this process: on one GPU, or between two."""
+        into, out = list(self.image.regions), list(original.regions)
+
+        def copy() -> None:
+            copy_all(into, out)
+
+        return self.checked(copy)
+
+    def _check(self, image: Image) -> None:
+        if image.manifest().digests != self.right:
+            raise WrongBytes(self.shape)
+
+
+def copy_all(into: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
+    """Each tensor into its like; very many in one call, which costs a device a few launches."""
+    if len(into) > MANY:
+        torch._foreach_copy_(list(into), list(out), non_blocking=True)
+        return
+    for one, other in zip(into, out, strict=True):
+        one.copy_(other, non_blocking=True)
+
+
+def in_turn(chunks: Sequence[tuple[int, int]], read: Callable[[tuple[int, int]], None]) -> None:
+    """`read` each chunk, `IN_FLIGHT` at once; raises what the first to fail raised."""
+    waiting: Iterator[tuple[int, int]] = iter(chunks)
+    lock = threading.Lock()
+
+    def work(_: int) -> None:
+        while True:
+            with lock:
+                chunk = next(waiting, None)
+            if chunk is None:
+                return
+            read(chunk)
+
+    with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="benchmark-read") as threads:
+        list(threads.map(work, range(IN_FLIGHT)))

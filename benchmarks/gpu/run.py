@@ -1,0 +1,159 @@
+"""`make gpu-test` and `make gpu-bench`: on any machine with a GPU and a Python that has torch for CUDA.
+
+`python -m benchmarks.gpu.run test|bench`, with the image's own Python. Packages that lack are installed
+beside it if an index (or `WHEELS=FOLDER`) has them, and named if not; see `benchmarks.gpu.packages`. The
+benchmarks run in their quick form first and then in full, for `GPU_BENCH_S` seconds in all (480), and leave
+JSON and text in `benchmarks/results/MACHINE`. Runs with the standard library alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.gpu.packages import ROOT, TESTS, ask, base, module_of, name_of, prepared
+
+BENCHMARKS = ("pull", "disturb")
+BENCH_S, LEAST_S, END_S, TEST_S = 480.0, 60.0, 15.0, 240.0
+COLUMNS = "180"
+BARE_OPTIONS = ("-c", os.devnull, "--rootdir", str(ROOT), "--noconftest", "--import-mode=importlib", "-q")
+"""pytest without this repository's configuration, which wants plugins that may not be there."""
+IMPORTED = "import importlib.util as u, sys; s = u.spec_from_file_location('it', sys.argv[1]); \
+m = u.module_from_spec(s); s.loader.exec_module(m)"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status. `DEVICE=cpu` runs all of it without a GPU, which proves only that it runs."""
+    if list(arguments) not in (["test"], ["bench"]):
+        print("python -m benchmarks.gpu.run test|bench")
+        return 2
+    device = os.environ.get("DEVICE", "cuda")
+    if device == "cuda" and not ask(sys.executable).gpus:
+        seen = ask(sys.executable).torch
+        why = f"torch {seen} finds no CUDA device" if seen else "it has no torch"
+        print(f"{sys.executable}: {why}; name another with make PYTHON=/path/to/python")
+        return 1
+    python = prepared(sys.executable, loaders=arguments[0] == "bench")
+    return test(python) if arguments[0] == "test" else bench(python, device)
+
+
+def test(python: str) -> int:
+    """tests/gpu: all of it, or the files that can be imported with what is there."""
+    lacking = ask(python, [module_of(name_of(line)) for line in [*TESTS, *base()]]).missing
+    if not lacking:
+        return call([python, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu"], TEST_S)
+    print(f"missing: {', '.join(lacking)}")
+    if "pytest" in lacking:
+        print("without pytest no test can run here")
+        return 1
+    files = [path for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")) if importable(python, path)]
+    if not files:
+        return 1
+    return call([python, "-m", "pytest", *BARE_OPTIONS, *map(str, files)], TEST_S)
+
+
+def importable(python: str, path: Path) -> bool:
+    """Whether a test file can be imported; says what it lacks."""
+    done = subprocess.run([python, "-c", IMPORTED, str(path)], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        print(f"{path.relative_to(ROOT)} does not run: {done.stderr.strip().splitlines()[-1]}")
+    return done.returncode == 0
+
+
+def bench(python: str, device: str) -> int:
+    """Both benchmarks, quick and then in full as far as there is time."""
+    lacking = ask(python, [module_of(name_of(line)) for line in base()]).missing
+    if lacking:
+        print(f"the benchmarks cannot run here; missing: {', '.join(lacking)}")
+        return 1
+    folder = Path(os.environ.get("RESULTS") or ROOT / "benchmarks" / "results" / machine_folder(python))
+    folder.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + float(os.environ.get("GPU_BENCH_S", BENCH_S))
+    failed = 0
+    for quick in (True, False):
+        for name in BENCHMARKS:
+            file = f"gpu_{name}{'_quick' if quick else ''}"
+            left = until - time.monotonic()
+            if left < LEAST_S:
+                print(f"{file}: not run, no time is left (GPU_BENCH_S)")
+                continue
+            command = [python, "-m", f"benchmarks.gpu.{name}", "--device", device]
+            command += ["--json", str(folder / f"{file}.json"), *(["--quick"] if quick else [])]
+            failed += bool(call(command, left, folder / f"{file}.txt"))
+    print(f"results: {folder}")
+    return 1 if failed else 0
+
+
+def call(command: Sequence[str], seconds: float, keep: Path | None = None) -> int:
+    """Run it for so long at most, with all it started; its status. `keep` gets its output."""
+    surroundings = {**os.environ, "COLUMNS": COLUMNS, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=surroundings,
+        stdout=subprocess.PIPE if keep else None,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        print(f"{' '.join(command[1:4])}: ended, it took more than {seconds:.0f} s")
+        output = ""
+    finally:
+        _end(process)
+    if keep and process.returncode == 0:
+        keep.write_text(output)
+    if keep:
+        print(output, end="", flush=True)
+    return process.returncode
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Nothing of its group is left."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def machine_folder(python: str) -> str:
+    """The name of this machine's results."""
+    cpu = ""
+    for text in Path("/proc/cpuinfo").read_text().splitlines():
+        if text.startswith("model name"):
+            cpu = text.partition(":")[2].strip()
+            break
+    return folder_name(ask(python).gpus, cpu, len(os.sched_getaffinity(0)))
+
+
+def folder_name(gpus: Sequence[str], cpu: str, cores: int) -> str:
+    """As ``h100-epyc-16core``, ``8xa100-xeon-96core``, ``epyc-2core``: GPU, CPU and cores."""
+    parts: list[str] = []
+    if gpus:
+        model = next(re.finditer(r"(?:[RG]TX )?[A-Z]*\d+\w*", gpus[0].upper()), None)
+        name = model[0].replace(" ", "").lower() if model else re.sub(r"\W+", "", gpus[0]).lower()
+        parts.append(f"{len(gpus)}x{name}" if len(gpus) > 1 else name)
+    for word in ("epyc", "xeon", "grace", "neoverse"):
+        if word in cpu.lower():
+            parts.append(word)
+            break
+    else:
+        parts.append(re.sub(r"\W+", "", cpu.split()[0]).lower() if cpu else "cpu")
+    return "-".join([*parts, f"{cores}core"])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""What an image of artifacts says of itself, in a tensor beside those of its files.
+
+Each file is a uint8 tensor named ``KIND/relative/path``, of its bytes; ``rfork.artifacts`` is a JSON
+document: the key, where each kind lay, and of each file whether it is a program and when it was last changed
+(Ninja goes by that). Nothing else of a file travels. Runs on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rfork.artifacts.key import ArtifactKey
+from rfork.artifacts.kinds import KIND_NAME, Kind
+from rfork.artifacts.names import META, trouble_with
+from rfork.errors import SourceCorrupt
+from rfork.image.layout import Layout
+from rfork.image.memory import Image
+from rfork.image.specs import TensorSpec
+
+LONGEST_META: Final = 256 << 20
+_Mtime = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+class Told(BaseModel):
+    """The JSON document. `files` by name: executable, and nanoseconds since the epoch."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal["rfork-artifacts-v1"] = "rfork-artifacts-v1"
+    key: dict[str, str]
+    places: dict[str, str]
+    files: dict[str, tuple[bool, _Mtime]]
+
+
+def check_layout(layout: Layout, kinds: Mapping[str, Kind], most_files: int, most_bytes: int) -> None:
+    """Refuse a layout that is no image of artifacts, or holds a file that must not be written.
+
+    Kinds that are not in `kinds` are checked as well. Raises SourceCorrupt, before any byte is asked for.
+    """
+    if layout.image_bytes > most_bytes:
+        raise SourceCorrupt(
+            f"{layout.image_bytes} bytes of artifacts, RFORK_ARTIFACTS_MOST_BYTES are {most_bytes}"
+        )
+    if len(layout.tensors) > most_files + 1:
+        raise SourceCorrupt(
+            f"{len(layout.tensors)} files of artifacts, RFORK_ARTIFACTS_MOST_FILES are {most_files}"
+        )
+    names: set[str] = set()
+    folders: set[str] = set()
+    total = 0
+    for spec in layout.tensors:
+        if spec.dtype != "uint8" or len(spec.shape) != 1 or (spec.shape[0] > 1 and spec.stride != (1,)):
+            raise SourceCorrupt(f"artifacts hold {spec.name!r}, which is no file: {spec.describe()}")
+        length = spec.shape[0]
+        total += length
+        if not 0 <= length <= layout.image_bytes or not 0 <= spec.offset <= layout.image_bytes - length:
+            raise SourceCorrupt(
+                f"artifacts hold {spec.name!r}, which is not within {layout.image_bytes} bytes"
+            )
+        if spec.name in names:
+            raise SourceCorrupt(f"artifacts hold two files of the name {spec.name!r}")
+        names.add(spec.name)
+        if spec.name == META:
+            continue
+        name, slash, path = spec.name.partition("/")
+        kind = kinds.get(name) or Kind(name, lambda told: told.home)
+        why = trouble_with(path, kind) if slash and KIND_NAME.fullmatch(name) else "it is of no kind"
+        if why is not None:
+            raise SourceCorrupt(f"artifacts hold a file {spec.name!r} that is not taken: {why}")
+        folders.update(_above(spec.name))
+    if total > layout.image_bytes:  # one run of bytes as many files would fill the disk
+        raise SourceCorrupt(f"the artifacts are {total} bytes, their image has {layout.image_bytes}")
+    if META not in names:
+        raise SourceCorrupt("an image without what its files are")
+    if both := names & folders:
+        raise SourceCorrupt(f"artifacts hold {min(both)!r} as a file and as a folder")
+
+
+def told_of(image: Image) -> Told:
+    """What an image says of itself; its layout was checked. Raises SourceCorrupt."""
+    spec = next(spec for spec in image.layout.tensors if spec.name == META)
+    if spec.shape[0] > LONGEST_META:
+        raise SourceCorrupt(f"what the artifacts are takes {spec.shape[0]} bytes to say")
+    try:
+        told = Told.model_validate_json(bytes_of(image, spec))
+    except ValidationError as error:
+        raise SourceCorrupt(f"what the artifacts are cannot be read: {error.errors()[0]['msg']}") from None
+    if told.files.keys() != {spec.name for spec in image.layout.tensors if spec.name != META}:
+        raise SourceCorrupt("the artifacts are not the files that they are said to be")
+    return told
+
+
+def key_in(told: Told) -> ArtifactKey:
+    """The key that an image was made for."""
+    return ArtifactKey.parse(told.key)
+
+
+def bytes_of(image: Image, spec: TensorSpec) -> bytes:
+    """The content of one file."""
+    with image.readable(spec.offset, spec.offset + spec.shape[0]) as views:
+        return b"".join(views)
+
+
+def _above(name: str) -> list[str]:
+    parts = name.split("/")
+    return ["/".join(parts[:count]) for count in range(1, len(parts))]

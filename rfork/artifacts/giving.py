@@ -1,0 +1,133 @@
+"""Giving the caches of this machine: packed, and seeded as an image of their own. Runs on the source."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from rfork import settings as options
+from rfork.artifacts.key import ArtifactKey, key_of_here, name_of
+from rfork.artifacts.kinds import places
+from rfork.artifacts.packing import Packed, pack
+from rfork.control.client import PlannerClient
+from rfork.errors import SettingsError, StorageMissing
+from rfork.logs import logger
+from rfork.seed.holding import seal
+from rfork.seed.seed import Identity, Seed
+from rfork.settings import ArtifactSettings, Settings
+from rfork.transport.choice import choose
+
+log = logger(__name__)
+
+OFF = "artifacts are off"
+HOW = "they are programs: name those that you trust the fleet with in RFORK_ARTIFACTS_KINDS (or all)"
+
+
+class ArtifactGiver:
+    """Gives the caches as they are, and anew when they have grown. Use as a context manager.
+
+    New files make another layout, which a seed cannot take on: `refresh` starts a second seed with all files,
+    then closes the first, whose readers may finish. Until there is a first file it gives nothing.
+    """
+
+    def __init__(self, model: str, key: ArtifactKey, settings: Settings, artifacts: ArtifactSettings) -> None:
+        """Raises SettingsError where no kinds are named."""
+        self._places = places(artifacts)
+        if not self._places:
+            raise SettingsError(OFF, hint=HOW)
+        self.name = name_of(model, key)
+        self.packed: Packed | None = None
+        self._key = key
+        # The weights' own seed may have the ports of the settings.
+        ports = {"peer_port": artifacts.peer_port, "http_port": artifacts.http_port}
+        self._settings = settings.model_copy(update=ports)
+        self._artifacts = artifacts
+        self._seed: Seed | None = None
+
+    @property
+    def seed(self) -> Seed | None:
+        """What gives now; None until there is something to give."""
+        return self._seed
+
+    def refresh(self) -> bool:
+        """Pack again, and give that where it is not what is given already; whether it is new.
+
+        Takes as long as `ArtifactSettings.settle_s` and reading all files. Raises what starting a seed does.
+        """
+        packed = pack(self._places, self._key, self._artifacts)
+        if packed is None:
+            return False
+        manifest = seal(packed.image)
+        before = self._seed
+        if before is not None and before.manifest is not None:
+            if before.manifest.weights_id == manifest.weights_id:
+                return False
+            if self._artifacts.peer_port or self._artifacts.http_port:
+                self.close()  # there is one such port
+                before = None
+        seed = Seed(
+            packed.image,
+            Identity(self.name),
+            self._settings,
+            choose(self._settings),
+            manifest=manifest,
+            planner=client(self._settings),
+        ).start()
+        self._seed, self.packed = seed, packed
+        log.info("artifacts are given", files=packed.files, megabytes=round(packed.bytes / 1e6, 1))
+        if before is not None:
+            seed.wait_acknowledged(self._settings.planner_timeout_s)
+            before.close(self._settings.drain_s)
+        return True
+
+    def close(self, drain_s: float | None = None) -> None:
+        """Stop giving; readers may finish within `drain_s` (the settings' own)."""
+        if self._seed is not None:
+            self._seed.close(self._settings.drain_s if drain_s is None else drain_s)
+            self._seed = None
+
+    def __enter__(self) -> ArtifactGiver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(None if kind is None else 0.0)
+
+
+@contextlib.contextmanager
+def seed(
+    *,
+    model: str,
+    planner: str | None = None,
+    engine: str | None = None,
+    settings: Settings | None = None,
+    artifacts: ArtifactSettings | None = None,
+) -> Iterator[Seed]:
+    """Give the JIT caches of this machine, as they are now, while the block runs. Runs on the source.
+
+    Whoever the planner lets in gets programs that it will run: see docs/artifacts.md. `engine` is its name
+    and version where it is not installed here. Initialises CUDA where there is a GPU (`key_of_here`).
+
+    Raises SettingsError where no kinds are named, StorageMissing where their folders hold nothing.
+    """
+    chosen = settings or options.load(Settings)
+    if planner is not None:
+        chosen = chosen.model_copy(update={"planner": planner})
+    told = artifacts or options.load(ArtifactSettings)
+    with ArtifactGiver(model, key_of_here(engine), chosen, told) as giver:
+        giver.refresh()
+        if giver.seed is None:
+            raise StorageMissing(
+                f"no files in {', '.join(str(place.folder) for place in places(told))}",
+                hint="give them once the engine has compiled something",
+            )
+        yield giver.seed
+
+
+def client(settings: Settings) -> PlannerClient | None:
+    """A client of the planner that the settings name, if they name one."""
+    if settings.planner is None:
+        return None
+    token = settings.token.get_secret_value() if settings.token is not None else None
+    return PlannerClient(
+        settings.planner, token=token, tls=settings.tls, timeout_s=settings.planner_timeout_s
+    )

@@ -1,0 +1,170 @@
+"""What a JIT cache was made for: the key that two instances must share. Runs on both sides."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from importlib import metadata
+from pathlib import Path
+from typing import Final, Self
+
+import torch
+
+DOMAIN: Final = b"rfork-artifacts-v1\n"
+PARTED: Final = "+artifacts "
+"""Between the model and the key in the name that they are given under."""
+ENGINES: Final = ("vllm", "sglang", "flashinfer-python", "deep_gemm", "apache-tvm-ffi")
+LONGEST_VALUE: Final = 32
+LONGEST_ENGINE: Final = 64
+LONGEST_MODEL: Final = 96
+NONE: Final = "none"
+_PLAIN: Final = re.compile(r"[^A-Za-z0-9._+-]+")
+_ISA: Final = re.compile(
+    r"(?:avx|sse|ssse|amx|fma|bmi|f16c|aes|vaes|v?pclmul|gfni|sha|adx|movbe|movdir|popcnt|abm|rdrand|rdseed|xsave|"
+    r"mmx|3dnow|fsgsbase|rdpid|clwb|clflushopt|prfchw|serialize|cldemote|waitpkg|enqcmd|lahf|cx16|rdtscp).*"
+)
+"""The flags of an x86 CPU that `-march=native` compiles for; others come and go with kernels."""
+
+
+@dataclass(frozen=True)
+class ArtifactKey:
+    """All that compiled code depends on, each as a short word; ``none`` where there is no such thing here.
+
+    `cpu` is the architecture, its vector level, the C library, and a hash of the instructions that
+    ``-march=native`` compiles for: TorchInductor builds its C++ with that.
+    """
+
+    gpu: str = NONE
+    sm: str = NONE
+    driver: str = NONE
+    cuda: str = NONE
+    torch: str = NONE
+    triton: str = NONE
+    python: str = NONE
+    engine: str = NONE
+    cpu: str = NONE
+
+    @property
+    def id(self) -> str:
+        """16 hex digits: two keys with one id are equal."""
+        lines = "".join(f"{name}={value}\n" for name, value in asdict(self).items())
+        return hashlib.sha256(DOMAIN + lines.encode()).hexdigest()[:16]
+
+    @property
+    def description(self) -> str:
+        """The whole key on one line: ``gpu=…,sm=…``."""
+        return ",".join(f"{name}={value}" for name, value in asdict(self).items())
+
+    @classmethod
+    def parse(cls, values: Mapping[str, str]) -> Self:
+        """A key from its values by name; what is missing is ``none``, what is not known is left out."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: _word(value, _most(name)) for name, value in values.items() if name in known})
+
+    def differences(self, other: Self) -> tuple[str, ...]:
+        """Each value that differs: ``driver: here 550.54, there 560.1``."""
+        there = asdict(other)
+        return tuple(
+            f"{name}: here {value}, there {there[name]}"
+            for name, value in asdict(self).items()
+            if value != there[name]
+        )
+
+
+def key_of_here(engine: str | None = None) -> ArtifactKey:
+    """The key of this process: its GPUs, driver, Python and installed packages.
+
+    `engine` (name and version) stands for the engines that are installed. Initialises CUDA, if there is any,
+    so an engine that forks its workers must run it in a process of its own (`rfork artifacts`).
+    """
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    told = [torch.cuda.get_device_properties(index) for index in gpus]
+    found = [f"{name}-{version}" for name in ENGINES if (version := _version(name)) is not None]
+    return ArtifactKey(
+        gpu=_word("+".join(sorted({one.name for one in told})) or NONE),
+        sm=_word("+".join(sorted({f"{one.major}.{one.minor}" for one in told})) or NONE),
+        driver=_word(_driver()),
+        cuda=_word(torch.version.cuda or torch.version.hip or NONE),
+        torch=_word(torch.__version__),
+        triton=_word(_version("triton") or NONE),
+        python=_word(f"{platform.python_implementation()}-{platform.python_version()}"),
+        engine=_word(engine or "+".join(found) or NONE, LONGEST_ENGINE),
+        cpu=_word(_cpu(_flags())),
+    )
+
+
+def name_of(model: str, key: ArtifactKey) -> str:
+    """The model name that artifacts of `model` and this key are given under: at most 512 characters."""
+    return f"{prefix_of(model)}{key.id} {key.description}"
+
+
+def prefix_of(model: str) -> str:
+    """How the names of all artifacts of a model begin, whatever their key."""
+    short = model
+    if len(model) > LONGEST_MODEL:
+        short = f"{model[: LONGEST_MODEL - 17]}~{hashlib.sha256(model.encode()).hexdigest()[:16]}"
+    return short + PARTED
+
+
+def key_of_name(name: str) -> ArtifactKey | None:
+    """The key in such a name, or None where it is none."""
+    _, parted, told = name.rpartition(PARTED)
+    key_id, _, description = told.partition(" ")
+    if not parted or not description:
+        return None
+    pairs = (pair.partition("=") for pair in description.split(","))
+    key = ArtifactKey.parse({name: value for name, _, value in pairs})
+    return key if key.id == key_id else None
+
+
+def _word(text: str, most: int = LONGEST_VALUE) -> str:
+    """A value without what parts values; a long one keeps its start, and differs where the whole does."""
+    plain = _PLAIN.sub("-", text).strip("-") or NONE
+    if len(plain) <= most:
+        return plain
+    return f"{plain[: most - 9]}+{hashlib.sha256(plain.encode()).hexdigest()[:8]}"
+
+
+def _most(name: str) -> int:
+    return LONGEST_ENGINE if name == "engine" else LONGEST_VALUE
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str:
+    """The NVIDIA kernel driver's version."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return NONE
+    match = re.search(r"\d+\.\d+(?:\.\d+)*", text)
+    return match.group() if match else NONE
+
+
+def _flags() -> list[str]:
+    """What this CPU can do, as the kernel names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        name, _, told = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return told.split()
+    return []
+
+
+def _cpu(flags: list[str]) -> str:
+    x86 = platform.machine() in ("x86_64", "AMD64", "i686")
+    isa = sorted(flag for flag in flags if not x86 or _ISA.fullmatch(flag))
+    instructions = hashlib.sha256(" ".join(isa).encode()).hexdigest()[:8]
+    level = torch.backends.cpu.get_cpu_capability()
+    return "-".join((platform.machine(), level, platform.libc_ver()[1] or NONE, instructions))

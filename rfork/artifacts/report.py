@@ -1,0 +1,41 @@
+"""What taking artifacts did, or why nothing was taken."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactReport:
+    """How the caches of a start were taken. Sizes in bytes, times in seconds.
+
+    `files` and `bytes` were put in place; `there` files were there already, `kept` were there with other
+    content, which stays. `source` is the instance or the URI that gave them, None where nothing was taken:
+    `reason` says why then, or which kinds were passed over.
+    """
+
+    model: str
+    key: str
+    files: int = 0
+    bytes: int = 0
+    there: int = 0
+    kept: int = 0
+    seconds: float = 0.0
+    source: str | None = None
+    reason: str | None = None
+
+    def to_dict(self) -> dict[str, str | int | float | None]:
+        """All values, ready for JSON."""
+        return asdict(self)
+
+    def line(self) -> str:
+        """The report on one line."""
+        if self.source is None:
+            return f"no artifacts taken in {self.seconds:.2f} s, because: {self.reason}"
+        also = f", {self.there} were there" if self.there else ""
+        also += f", {self.kept} stay as they were" if self.kept else ""
+        also += f"; {self.reason}" if self.reason else ""
+        return (
+            f"{self.files} files ({self.bytes / 1e6:.1f} MB) of artifacts from {self.source} in "
+            f"{self.seconds:.2f} s{also}"
+        )

@@ -1,0 +1,114 @@
+"""What gives a seed's image over each transport, from when that can be used until the memory goes away.
+
+Runs on the source. Exporters hold the image's memory and register it with devices, so they go before the
+memory does, and are made anew for other memory: `open` and `close` may take turns; after `end` nothing opens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from rfork.errors import TransportUnusable
+from rfork.image.layout import Layout
+from rfork.image.memory import Image
+from rfork.logs import logger
+from rfork.transport.base import Exporter, Gate, Transport
+
+log = logger(__name__)
+
+
+class Exports(Mapping[str, Exporter]):
+    """The open exporters by transport, best first. Thread-safe: what is looked up may be closed at once."""
+
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        self.one_sided = frozenset(transport.name for transport in transports if transport.one_sided)
+        self._transports = tuple(transports)
+        self._open: Mapping[str, Exporter] = {}  # replaced, never changed: who looks at it has no lock
+        self._moving = threading.Lock()
+        self._ended = False
+
+    def __getitem__(self, name: str) -> Exporter:
+        return self._open[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._open)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing opens any more."""
+        return self._ended
+
+    def open(self, image: Image, gate: Gate) -> None:
+        """Open every transport that can be used for this image; nothing where some are open, or it has ended.
+
+        Raises TransportUnusable where none can, or what an exporter raises; there is then none.
+        """
+        with self._moving:
+            if self._open or self._ended:
+                return
+            opened: dict[str, Exporter] = {}
+            try:
+                self._export(image, gate, opened)
+            except BaseException:
+                _close(opened)
+                raise
+            self._open = opened
+
+    def _export(self, image: Image, gate: Gate, opened: dict[str, Exporter]) -> None:
+        reasons: list[TransportUnusable] = []
+        for transport in self._transports:
+            try:
+                opened[transport.name] = transport.export(image, gate)
+            except TransportUnusable as error:
+                log.warning(
+                    "transport cannot be used",
+                    transport=transport.name,
+                    error=error.kind,
+                    detail=str(error),
+                    hint=error.hint,
+                )
+                reasons.append(error)
+        if reasons and not opened:
+            raise reasons[0]
+
+    def withdraw(self, name: str) -> None:
+        """Offer this one no more: it said later that it cannot be used. One that is not open is no error."""
+        with self._moving:
+            exporter = self._open.get(name)
+            self._open = {kept: other for kept, other in self._open.items() if kept != name}
+            if exporter is not None:
+                exporter.close()
+
+    def close(self) -> None:
+        """Close all, and return once no reader touches the image's memory. Safe to call twice."""
+        with self._moving:
+            closing, self._open = self._open, {}
+            _close(closing)
+
+    def end(self) -> None:
+        """Close all for good."""
+        self._ended = True
+        self.close()
+
+
+def _close(exporters: Mapping[str, Exporter]) -> None:
+    """Close each, whatever another one says; the first error is raised when all have had their turn."""
+    failed: list[Exception] = []
+    for exporter in exporters.values():
+        try:
+            exporter.close()
+        except Exception as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+
+
+def hollow(layout: Layout) -> Image:
+    """An image of this layout over no memory: what a seed holds while its weights are put away."""
+    return Image(layout, [torch.empty(layout.image_bytes, dtype=torch.uint8, device="meta")])

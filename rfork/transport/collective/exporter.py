@@ -1,0 +1,170 @@
+"""The source side: one image, given to groups of readers that talk with it on their lines."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import count
+
+from rfork.errors import RforkError, SourceBusy, SourceCorrupt
+from rfork.image.memory import Image
+from rfork.logs import logger
+from rfork.transport.base import Endpoint, Gate, Line
+from rfork.transport.collective.group import Backend
+from rfork.transport.collective.member import Member
+from rfork.transport.collective.messages import Ask, Drop, Have, Join, Over, Put, Want, hear_reader
+from rfork.transport.collective.sending import SendingGroup
+
+LISTEN_S = 3600.0
+"""A reader may say nothing for long: its line ends with its channel, and that with its lease."""
+MOST_KNOWN = 4096
+
+log = logger(__name__)
+
+
+class CollectiveExporter:
+    """Gives `image` through groups of `backend`. Every block passes the gate, with the reader's newest token.
+
+    `stall_s`: so long a block may take before its group is broken up. `nice`: see `stand_back`.
+    """
+
+    def __init__(self, image: Image, gate: Gate, backend: Backend, *, stall_s: float, nice: int) -> None:
+        self._image, self._gate, self._backend = image, gate, backend
+        self._stall_s, self._nice = stall_s, nice
+        self._lock = threading.Lock()
+        self._numbers = count(1)
+        self._addresses: dict[str, str] = {}  # by channel
+        self._members: set[Member] = set()
+        self._groups: set[SendingGroup] = set()
+        self._closed = False
+        self.broadcasts = 0
+        """Pieces that went to several readers at once, of groups that are over."""
+        self.sends = 0
+        log.warning(
+            f"{backend.name}: whoever reaches the ports of a group of readers is not kept out of it; "
+            "take it out of RFORK_TRANSPORTS unless you trust all hosts that reach this one"
+        )
+
+    def endpoint(self) -> Endpoint:
+        """The version of the library, and the most bytes of a block: the rest is agreed on the line."""
+        version, block = self._backend.version(), str(self._backend.block_bytes)
+        return Endpoint(self._backend.name, {"version": version, "block": block})
+
+    def let_in(self, channel_id: str, address: str) -> None:
+        """Readers of one address share groups; see `Exporter.let_in`."""
+        with self._lock:
+            if len(self._addresses) >= MOST_KNOWN:
+                raise SourceBusy(f"{MOST_KNOWN} channels are open")
+            self._addresses[channel_id] = address
+
+    def let_out(self, channel_id: str) -> None:
+        """End its line and the group that it is in; see `Exporter.let_out`."""
+        with self._lock:
+            self._addresses.pop(channel_id, None)
+            leaving = [member for member in self._members if member.channel_id == channel_id]
+        for member in leaving:
+            member.line.close()
+            self._leave(member, "a reader's channel was closed")
+
+    def converse(self, channel_id: str, line: Line) -> None:
+        """Hear what one reader says until its line ends; see `Exporter.converse`."""
+        with self._lock:
+            address = self._addresses.get(channel_id)
+            if address is None or self._closed:
+                line.close()
+                return
+            member = Member(channel_id, address, line)
+            self._members.add(member)
+        try:
+            while not member.left:
+                self._heed(member, hear_reader(line, time.monotonic() + LISTEN_S))
+        except RforkError as error:
+            log.debug("a reader is gone", transport=self._backend.name, because=str(error))
+        finally:
+            line.close()
+            with self._lock:
+                self._members.discard(member)
+            self._leave(member, "a reader of the group is gone")
+
+    def close(self) -> None:
+        """End all lines and groups; returns once none touches the image. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+            members, groups = list(self._members), list(self._groups)
+        for member in members:
+            member.line.close()
+        for group in groups:
+            group.break_up("the source stops giving")
+        for group in groups:
+            group.join()
+
+    def _heed(self, member: Member, message: Join | Want | Drop | Put | Ask) -> None:
+        if isinstance(message, Join):
+            self._leave(member, "a reader of the group left it")
+            self._place(member)
+            return
+        group = self._group_of(member)
+        if group is None:
+            if isinstance(message, Put | Ask):
+                member.tell(Over(group=message.group, text="the group is over"))
+            return
+        match message:
+            case Want():
+                group.want(member, message)
+            case Drop():
+                group.drop(member, message.number)
+            case _ if message.group != group.number:
+                member.tell(Over(group=message.group, text="the group is over"))
+            case Put():
+                admitted = self._backend.admits(
+                    message.key, message.value, member.rank, group.size, member.address
+                )
+                if not admitted:
+                    raise SourceCorrupt(f"the reader at {member.address} does not say where it listens")
+                group.rendezvous.put(message.key, message.value)
+            case Ask():
+                call = message.call
+                group.rendezvous.answer(
+                    message.keys,
+                    lambda values: member.tell(Have(call=call, values=values)),
+                    wait=message.wait,
+                )
+
+    def _place(self, member: Member) -> None:
+        """Into the group of its host that still gathers, or a new one."""
+        with self._lock:
+            if self._closed:
+                return
+            if any(group.take(member) for group in self._groups if group.address == member.address):
+                return
+            group = SendingGroup(
+                next(self._numbers),
+                member.address,
+                self._image,
+                self._gate,
+                self._backend,
+                stall_s=self._stall_s,
+                nice=self._nice,
+                ended=self._over,
+            )
+            group.take(member)
+            try:
+                group.start()
+            except RuntimeError as error:  # no thread to be had
+                raise SourceBusy(f"no thread is left for a group: {error}") from None
+            self._groups.add(group)
+
+    def _group_of(self, member: Member) -> SendingGroup | None:
+        with self._lock:
+            return next((group for group in self._groups if group.has(member)), None)
+
+    def _leave(self, member: Member, why: str) -> None:
+        group = self._group_of(member)
+        if group is not None:
+            group.break_up(why)
+
+    def _over(self, group: SendingGroup) -> None:
+        with self._lock:
+            self._groups.discard(group)
+            self.broadcasts += group.broadcasts
+            self.sends += group.sends

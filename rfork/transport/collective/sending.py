@@ -1,0 +1,284 @@
+"""One group on the source: forms it, and gives its readers what they want on one thread.
+
+In the order in which it was asked for. When all readers of the group want the same block at about the
+same time it is broadcast, otherwise each gets its own. A rank that fails breaks the group, for all of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+
+import torch
+
+from rfork.errors import RforkError, SourceBusy, SourceGone, SourceStalled
+from rfork.image.memory import Image
+from rfork.logs import logger
+from rfork.niceness import stand_back
+from rfork.transport.base import Gate
+from rfork.transport.collective.blocks import Blocks
+from rfork.transport.collective.group import Backend, Group
+from rfork.transport.collective.member import MOST_WANTS, Member, Wanted, alike
+from rfork.transport.collective.messages import Formed, Over, Sending, Want
+from rfork.transport.collective.rendezvous import Rendezvous
+
+GATHER_S = 0.05
+"""Readers of one host that come within so long are one group."""
+LINGER_S = 0.02
+"""So long a block waits for the others of its group to want it too, while that has been worth it."""
+MOST_MEMBERS = 8
+FORM_S = 5.0
+"""A group that has not formed by then breaks: whoever still lives joins the next one."""
+
+log = logger(__name__)
+
+
+class SendingGroup:
+    """A group of readers on the host at `address`. `ended` is called, on its thread, when it is over."""
+
+    def __init__(
+        self,
+        number: int,
+        address: str,
+        image: Image,
+        gate: Gate,
+        backend: Backend,
+        *,
+        stall_s: float,
+        nice: int,
+        ended: Callable[[SendingGroup], None],
+    ) -> None:
+        self.number = number
+        self.address = address
+        self.rendezvous = Rendezvous()
+        self.broadcasts = 0
+        """Pieces that went to all readers of the group at once."""
+        self.sends = 0
+        self._image, self._gate, self._backend = image, gate, backend
+        self._stall_s, self._nice, self._ended = stall_s, nice, ended
+        self._changed = threading.Condition()
+        self._members: list[Member] = []
+        self._queue: list[Wanted] = []
+        self._gathering = True
+        self._over = ""
+        self._group: Group | None = None
+        self._lingers = True
+        self._thread = threading.Thread(target=self._run, name=f"rfork-{backend.name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to gather readers. Raises RuntimeError when there is no thread to be had."""
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until it is over and touches the image no more; after `break_up`."""
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def take(self, member: Member) -> bool:
+        """Take a reader in, while it still gathers; whether it did."""
+        with self._changed:
+            if not self._gathering or self._over or len(self._members) >= MOST_MEMBERS:
+                return False
+            self._members.append(member)
+            member.rank = len(self._members)
+            return True
+
+    @property
+    def size(self) -> int:
+        """Ranks, the source's included."""
+        return len(self._members) + 1
+
+    def has(self, member: Member) -> bool:
+        """Whether the reader is in this group, and that not over."""
+        with self._changed:
+            return member in self._members and not self._over
+
+    def want(self, member: Member, want: Want) -> None:
+        """A reader wants a block. One that wants what cannot be is refused."""
+        wanted = Wanted(member, want, want.begin)
+        with self._changed:
+            waiting = sum(each.member is member for each in self._queue)
+            size = self._image.layout.image_bytes
+            sane = want.begin < want.end <= min(size, want.begin + self._backend.block_bytes)
+            if sane and waiting < MOST_WANTS:
+                self._queue.append(wanted)
+                self._changed.notify_all()
+                return
+        member.refuse(wanted, SourceBusy(f"[{want.begin}, {want.end}) is no block, or too many are wanted"))
+
+    def drop(self, member: Member, number: int) -> None:
+        """A reader does not want that any more."""
+        with self._changed:
+            for wanted in self._queue:
+                if wanted.member is member and wanted.want.number == number:
+                    wanted.dropped = True
+
+    def break_up(self, why: str) -> None:
+        """End it, from any thread, whatever moves now."""
+        with self._changed:
+            self._over = self._over or why
+            group = self._group
+            self._changed.notify_all()
+        self.rendezvous.close()
+        if group is not None:
+            group.abort()
+
+    def _run(self) -> None:
+        stand_back(self._nice)
+        try:
+            self._gather()
+            device = self._backend.device(self._image)
+            with self._backend.working(device):
+                self._form(device)
+                while True:
+                    self._give(self._next())
+        except RforkError as error:
+            self.break_up(str(error))
+        except Exception as error:  # a bug must end this group, not leave its readers waiting
+            log.exception("a group of readers broke")
+            self.break_up(f"{type(error).__name__}: {error}")
+        finally:
+            self._end()
+
+    def _gather(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or len(self._members) >= MOST_MEMBERS, GATHER_S)
+            self._gathering = False
+
+    def _form(self, device: torch.device) -> None:
+        self._blocks = Blocks(self._image, self._backend.block_bytes, device)
+        for member in self._members:
+            member.tell(Formed(group=self.number, rank=member.rank, size=self.size))
+        deadline = time.monotonic() + min(FORM_S, self._stall_s)
+        group = self._backend.form(self.rendezvous, 0, self.size, device, deadline)
+        with self._changed:
+            self._group = group
+        log.debug("group formed", transport=self._backend.name, readers=len(self._members))
+
+    def _next(self) -> list[Wanted]:
+        """What to give now: one reader's block, or the same block of all readers."""
+        with self._changed:
+            while True:
+                self._queue = [wanted for wanted in self._queue if not wanted.dropped]
+                self._raise_over()
+                if not self._queue:
+                    self._changed.wait()
+                    continue
+                first = self._queue[0]
+                same = {each.member: each for each in reversed(alike(first, self._queue))}
+                together = len(same) == len(self._members)
+                patience = first.since + LINGER_S - time.monotonic()
+                if not together and self._lingers and patience > 0:
+                    self._changed.wait(patience)
+                    continue
+                self._lingers = together
+                taken = list(same.values()) if together else [first]
+                self._queue = [wanted for wanted in self._queue if wanted not in taken]
+                return taken
+
+    def _raise_over(self) -> None:
+        if self._over:
+            raise SourceGone(self._over)
+
+    def _give(self, wanted: list[Wanted]) -> None:
+        """Give a block, piece by piece as the budget allows; whom the gate refuses gets no more of it."""
+        begin, end = wanted[0].want.begin, wanted[0].want.end
+        at = begin
+        while at < end:
+            forks = self._admitted(wanted, at, end)
+            wanted = [each for each in wanted if not each.dropped]
+            if not wanted:
+                return
+            together = len(wanted) == len(self._members) > 1
+            if len(wanted) > 1 and not together:
+                for each in wanted:  # no longer all of them: one by one, from here
+                    self._give_one(each, at, end)
+                return
+            granted = self._granted(end - at, forks, len(wanted))
+            if not self._move(wanted, at, at + granted, together=together):
+                continue
+            at += granted
+
+    def _give_one(self, wanted: Wanted, at: int, end: int) -> None:
+        while at < end:
+            forks = self._admitted([wanted], at, end)
+            if wanted.dropped:
+                return
+            granted = self._granted(end - at, forks, 1)
+            if self._move([wanted], at, at + granted, together=False):
+                at += granted
+
+    def _admitted(self, wanted: list[Wanted], at: int, end: int) -> list[str]:
+        forks: list[str] = []
+        for each in wanted:
+            self._raise_over()
+            if each.dropped:
+                continue
+            try:
+                forks.append(self._gate.admit(each.want.token, at, end))
+            except RforkError as error:
+                each.member.refuse(each, error)
+        return forks
+
+    def _granted(self, most: int, forks: list[str], readers: int) -> int:
+        """How much may go now: asked for once for each time that this side sends it."""
+        granted = self._gate.grant(most, forks[0])
+        copies = self._backend.sent_by_source(readers) if readers > 1 else 1
+        for fork_id in forks[1:copies]:
+            left = granted
+            while left > 0:
+                left -= self._gate.grant(left, fork_id)
+        self._raise_over()
+        return granted
+
+    def _move(self, wanted: list[Wanted], begin: int, end: int, *, together: bool) -> bool:
+        """Send one piece; False when the gate refused it to a reader, and it has to be looked at anew."""
+        group = self._group
+        if group is None:
+            raise SourceGone("the group is not formed")
+        with ExitStack() as readings:
+            for each in wanted:
+                try:
+                    readings.enter_context(self._gate.reading(each.want.token, begin, end, self._cut))
+                except RforkError as error:
+                    each.member.refuse(each, error)
+                    return False
+            block = self._blocks.taken(begin, end)
+            for each in wanted:
+                number = each.want.number
+                each.member.tell(
+                    Sending(group=self.number, number=number, begin=begin, end=end, together=together)
+                )
+            deadline = time.monotonic() + self._stall_s
+            try:
+                if together:
+                    group.broadcast(block, deadline)
+                    self.broadcasts += 1
+                else:
+                    group.send(block, wanted[0].member.rank, deadline)
+                    self.sends += 1
+            except (SourceGone, SourceStalled):
+                group.abort()  # before the block ends: the bytes may change then
+                raise
+        for each in wanted:
+            each.at = end
+        return True
+
+    def _cut(self) -> None:
+        self.break_up("the weights are about to change")
+
+    def _end(self) -> None:
+        with self._changed:
+            self._over = self._over or "the group is over"
+            self._gathering = False
+            group, self._group = self._group, None
+        self.rendezvous.close()
+        if group is not None:
+            with suppress(RuntimeError):
+                group.close()
+        for member in self._members:
+            member.tell(Over(group=self.number, text=self._over))
+        log.debug("group over", transport=self._backend.name, because=self._over)
+        self._ended(self)

@@ -1,0 +1,244 @@
+"""The real driver: NVIDIA GPUs through libcuda. See `rfork.transport.cuda_ipc.driver.Driver`.
+
+Every call is made with the device's primary context current, which is torch's: so what torch allocated is
+found, and no second context takes memory of a GPU that serves. And every call is made with this thread's
+capture mode relaxed, so that an engine that captures a CUDA graph meanwhile, on another thread, loses no
+capture to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
+
+import torch
+
+from rfork.transport.cuda_ipc import libcuda
+from rfork.transport.cuda_ipc.driver import Allocation, Copy, DriverError, Handle, Kind, Opened
+from rfork.transport.cuda_ipc.libcuda import Library
+
+_FABRIC, _DESCRIPTOR = libcuda.MEM_HANDLE_TYPE_FABRIC, libcuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+class CudaDriver:
+    """`Driver` for the GPUs that this process sees.
+
+    Raises TransportUnusable kinds without a fitting driver.
+    """
+
+    def __init__(self, library: Library | None = None) -> None:
+        self._library = library or Library()
+        self._library.call("cuInit", 0)
+        self._lock = threading.Lock()
+        # Never released: torch holds them, too, until the process ends.
+        self._contexts: dict[int, int] = {}
+
+    def place(self, storage: torch.UntypedStorage) -> int | None:
+        """See `Driver.place`."""
+        return storage.device.index if storage.device.type == "cuda" else None
+
+    def uuid(self, device: int) -> str:
+        """See `Driver.uuid`: of a MIG device its own, not that of the GPU that it is a part of."""
+        found = libcuda.Uuid()
+        self._library.call("cuDeviceGetUuid_v2", byref(found), self._ordinal(device))
+        return bytes(found.data).hex()
+
+    def find(self, uuid: str) -> int | None:
+        """See `Driver.find`."""
+        count = c_int()
+        self._library.call("cuDeviceGetCount", byref(count))
+        return next((device for device in range(count.value) if self.uuid(device) == uuid), None)
+
+    def reaches(self, device: int, peer: int) -> bool:
+        """See `Driver.reaches`."""
+        if device == peer:
+            return True
+        can = c_int()
+        here, there = self._ordinal(device), self._ordinal(peer)
+        self._library.call("cuDeviceCanAccessPeer", byref(can), here, there)
+        return bool(can.value)
+
+    def allocation(self, device: int, address: int) -> Allocation:
+        """See `Driver.allocation`.
+
+        Of memory that was mapped, what was mapped at once, and not all that was reserved.
+        """
+        base, size = c_uint64(), c_size_t()
+        with self.current(device):
+            self._library.call("cuMemGetAddressRange_v2", byref(base), byref(size), address)
+            legacy = self._attribute(libcuda.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, address)
+            allowed = self._attribute(libcuda.POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES, address)
+        kind: Kind = "none"
+        if legacy:
+            kind = "legacy"
+        elif allowed & _DESCRIPTOR:
+            kind = "descriptor"
+        elif allowed & _FABRIC:
+            kind = "fabric"
+        return Allocation(base.value, size.value, device, kind)
+
+    def export(self, allocation: Allocation) -> Handle:
+        """See `Driver.export`."""
+        call = self._library.call
+        with self.current(allocation.device):
+            if allocation.kind == "legacy":
+                named = libcuda.IpcMemHandle()
+                call("cuIpcGetMemHandle", byref(named), allocation.base)
+                return Handle(bytes(named.reserved))
+            memory = c_uint64()
+            call("cuMemRetainAllocationHandle", byref(memory), allocation.base)
+            try:
+                if allocation.kind == "fabric":
+                    fabric = libcuda.FabricHandle()
+                    call("cuMemExportToShareableHandle", byref(fabric), memory.value, _FABRIC, 0)
+                    return Handle(bytes(fabric.data))
+                descriptor = c_int(-1)
+                call("cuMemExportToShareableHandle", byref(descriptor), memory.value, _DESCRIPTOR, 0)
+                return Handle(descriptor=descriptor.value)
+            finally:
+                call("cuMemRelease", memory.value)
+
+    def open(self, device: int, kind: Kind, handle: Handle, size: int) -> Opened:
+        """See `Driver.open`."""
+        with self.current(device):
+            if kind == "legacy":
+                return Opened(self._open_legacy(handle, size), size, device, kind)
+            return Opened(self._map(device, kind, handle, size), size, device, kind)
+
+    def close(self, opened: Opened) -> None:
+        """See `Driver.close`."""
+        with self.current(opened.device):
+            if opened.kind == "legacy":
+                self._library.call("cuIpcCloseMemHandle", opened.address)
+            else:
+                self._library.call("cuMemUnmap", opened.address, opened.size)
+                self._library.call("cuMemAddressFree", opened.address, opened.size)
+
+    def copies(self, device: int) -> CudaCopies:
+        """See `Driver.copies`."""
+        return CudaCopies(self, self._library, device)
+
+    @contextlib.contextmanager
+    def current(self, device: int) -> Iterator[None]:
+        """Have a device's primary context current on this thread inside the block."""
+        context, mode = self._context(device), c_int(libcuda.STREAM_CAPTURE_MODE_RELAXED)
+        self._library.call("cuCtxPushCurrent_v2", context)
+        try:
+            self._library.call("cuThreadExchangeStreamCaptureMode", byref(mode))
+            try:
+                yield
+            finally:
+                self._library.call("cuThreadExchangeStreamCaptureMode", byref(mode))
+        finally:
+            self._library.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def _context(self, device: int) -> int:
+        with self._lock:
+            if device not in self._contexts:
+                context = c_void_p()
+                self._library.call("cuDevicePrimaryCtxRetain", byref(context), self._ordinal(device))
+                self._contexts[device] = context.value or 0
+            return self._contexts[device]
+
+    def _ordinal(self, device: int) -> int:
+        found = c_int()
+        self._library.call("cuDeviceGet", byref(found), device)
+        return found.value
+
+    def _attribute(self, attribute: int, address: int) -> int:
+        # As wide as the widest: drivers write 4 or 8 bytes, and this is little-endian on all that CUDA runs
+        # on.
+        value = c_uint64()
+        self._library.call("cuPointerGetAttribute", byref(value), attribute, address)
+        return value.value
+
+    def _open_legacy(self, handle: Handle, size: int) -> int:
+        named = libcuda.IpcMemHandle.from_buffer_copy(handle.data)
+        address = c_uint64()
+        flags = libcuda.IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        self._library.call("cuIpcOpenMemHandle_v2", byref(address), named, flags)
+        # A copy from beyond its end would cost this process its context. Where the driver does not say, the
+        # source is believed.
+        base, opened = c_uint64(), c_size_t()
+        measure = self._library.function("cuMemGetAddressRange_v2")
+        measured = measure(byref(base), byref(opened), address.value) == libcuda.SUCCESS
+        if measured and base.value + opened.value < address.value + size:
+            self._library.call("cuIpcCloseMemHandle", address.value)
+            text = f"the allocation has {opened.value} bytes, not {size}"
+            raise DriverError("cuIpcOpenMemHandle_v2", libcuda.INVALID_VALUE, text)
+        return address.value
+
+    def _map(self, device: int, kind: Kind, handle: Handle, size: int) -> int:
+        """Map memory of cuMemCreate into this process; the driver refuses more bytes than it has."""
+        call, address, memory = self._library.call, c_uint64(), c_uint64()
+        if kind == "fabric":
+            fabric = libcuda.FabricHandle.from_buffer_copy(handle.data)
+            call("cuMemImportFromShareableHandle", byref(memory), byref(fabric), _FABRIC)
+        else:
+            # The descriptor itself stands where the pointer should.
+            call("cuMemImportFromShareableHandle", byref(memory), handle.descriptor, _DESCRIPTOR)
+        try:
+            call("cuMemAddressReserve", byref(address), size, 0, 0, 0)
+            try:
+                call("cuMemMap", address.value, size, 0, memory.value, 0)
+                try:
+                    self._let_read(device, address.value, size)
+                except DriverError:
+                    call("cuMemUnmap", address.value, size)
+                    raise
+            except DriverError:
+                call("cuMemAddressFree", address.value, size)
+                raise
+        finally:
+            call("cuMemRelease", memory.value)  # the mapping holds it from now on
+        return address.value
+
+    def _let_read(self, device: int, address: int, size: int) -> None:
+        """Read only, where the driver can: this side has nothing to write there."""
+        location = libcuda.MemLocation(libcuda.MEM_LOCATION_TYPE_DEVICE, device)
+        for flags in (libcuda.MEM_ACCESS_FLAGS_PROT_READ, libcuda.MEM_ACCESS_FLAGS_PROT_READWRITE):
+            access = libcuda.MemAccessDesc(location, flags)
+            try:
+                self._library.call("cuMemSetAccess", address, size, byref(access), 1)
+                return
+            except DriverError as error:
+                refused = error
+        raise refused
+
+
+class CudaCopies:
+    """`Copies` on a non-blocking stream; on two GPUs of one host by NVLink or PCIe, whatever joins them."""
+
+    def __init__(self, driver: CudaDriver, library: Library, device: int) -> None:
+        self._driver = driver
+        self._library = library
+        self._device = device
+        stream = c_void_p()
+        with driver.current(device):
+            library.call("cuStreamCreate", byref(stream), libcuda.STREAM_NON_BLOCKING)
+        self._stream = stream.value or 0
+
+    def queue(self, copies: Sequence[Copy]) -> None:
+        """See `Copies.queue`: one call of a few µs for each, so 20,000 cost about a tenth of a second."""
+        copy, stream = self._library.function("cuMemcpyAsync"), self._stream
+        with self._driver.current(self._device):
+            for wanted in copies:
+                code = copy(wanted.target, wanted.source, wanted.length, stream)
+                if code:
+                    self._library.check("cuMemcpyAsync", code)
+
+    def done(self) -> bool:
+        """See `Copies.done`."""
+        with self._driver.current(self._device):
+            code = self._library.function("cuStreamQuery")(self._stream)
+        if code == libcuda.NOT_READY:
+            return False
+        self._library.check("cuStreamQuery", code)
+        return True
+
+    def close(self) -> None:
+        """See `Copies.close`."""
+        with self._driver.current(self._device):
+            self._library.call("cuStreamDestroy_v2", self._stream)

@@ -1,0 +1,85 @@
+"""What a target holds of its source for as long as it has the source's memory opened. Runs on the target."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Final
+
+from rfork.errors import RforkError, SourceCorrupt, SourceGone, SourceStalled
+from rfork.logs import logger
+from rfork.transport.base import TokenSource
+from rfork.transport.same_host.connection import close_all
+from rfork.transport.same_host.dialling import Connections
+from rfork.transport.same_host.messages import raise_problem
+
+LISTEN_S: Final = 3600.0
+
+log = logger(__name__)
+
+
+class Hold:
+    """A connection on which the source says, by ending it, that its memory has to be let go.
+
+    And a descriptor that tells the source, by its end, that it was. `on_end` is called, on the hold's own
+    thread, when the source ends it; it has to let go. Takes hold at once; raises as `Reader.read` does.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        token: TokenSource,
+        deadline: float,
+        on_end: Callable[[RforkError], None],
+    ) -> None:
+        self._connections = connections
+        self._token = token
+        self._on_end = on_end
+        self._held: Future[int] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(deadline,), name="rfork-cuda-ipc-hold", daemon=True
+        )
+        self._thread.start()
+        self._descriptor = self._held.result()  # each step of it has its deadline
+
+    def let_go(self) -> None:
+        """Tell the source that nothing of it is opened here any more; after its connections were cut.
+
+        Once only.
+        """
+        os.close(self._descriptor)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self, deadline: float) -> None:
+        try:
+            with self._connections.borrowed(deadline) as connection:
+                connection.send({"ask": "hold", "token": self._token()}, deadline=deadline)
+                answer, descriptors = connection.receive(deadline)
+                try:
+                    raise_problem(answer)
+                    if len(descriptors) != 1:
+                        raise SourceCorrupt("the source gave nothing to hold on to")
+                except BaseException:
+                    close_all(descriptors)
+                    raise
+                self._held.set_result(descriptors[0])
+                while True:
+                    try:
+                        _, unasked = connection.receive(time.monotonic() + LISTEN_S)
+                    except SourceStalled:
+                        continue
+                    close_all(unasked)
+                    raise SourceGone("the source wants its memory back")
+        except RforkError as error:
+            if self._held.done():
+                self._on_end(error)
+            else:
+                self._held.set_exception(error)
+        except Exception as error:  # whoever waits for the hold must not wait for ever
+            log.exception("hold failed")
+            if not self._held.done():
+                self._held.set_exception(error)

@@ -1,0 +1,162 @@
+"""libcuda.so.1 by ctypes: the functions that are used, typed as cuda.h declares them, and their results.
+
+The driver API and not the runtime: only it opens memory that torch's expandable segments lie in, and it comes
+with the driver, whatever CUDA torch was built for. Names carry the version that ``cuda.h`` maps them to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_ulonglong, c_void_p
+from typing import Final, TypeAlias
+
+from rfork.errors import TransportUnusable, VersionMismatch
+from rfork.transport.cuda_ipc.driver import HANDLE_BYTES, DriverError
+
+LEAST_VERSION: Final = 11040
+"""CUDA 11.4, driver R470: the first with all that is called here."""
+
+SUCCESS: Final = 0
+INVALID_VALUE: Final = 1
+INVALID_DEVICE: Final = 101
+INVALID_CONTEXT: Final = 201
+PEER_ACCESS_UNSUPPORTED: Final = 217
+NOT_READY: Final = 600
+TOO_MANY_PEERS: Final = 711
+NOT_PERMITTED: Final = 800
+NOT_SUPPORTED: Final = 801
+SYSTEM_DRIVER_MISMATCH: Final = 803
+COMPAT_NOT_SUPPORTED_ON_DEVICE: Final = 804
+
+IPC_MEM_LAZY_ENABLE_PEER_ACCESS: Final = 1
+POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: Final = 10
+POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES: Final = 14
+MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: Final = 1
+MEM_HANDLE_TYPE_FABRIC: Final = 8
+MEM_LOCATION_TYPE_DEVICE: Final = 1
+MEM_ACCESS_FLAGS_PROT_READ: Final = 1
+MEM_ACCESS_FLAGS_PROT_READWRITE: Final = 3
+STREAM_NON_BLOCKING: Final = 1
+STREAM_CAPTURE_MODE_RELAXED: Final = 2
+
+
+class IpcMemHandle(ctypes.Structure):
+    """CUipcMemHandle: passed by value to cuIpcOpenMemHandle_v2."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class FabricHandle(ctypes.Structure):
+    """CUmemFabricHandle: always passed by its address."""
+
+    _fields_ = (("data", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class Uuid(ctypes.Structure):
+    """CUuuid."""
+
+    _fields_ = (("data", ctypes.c_ubyte * 16),)
+
+
+class MemLocation(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class MemAccessDesc(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", MemLocation), ("flags", c_int))
+
+
+# CUdeviceptr and CUmemGenericAllocationHandle are unsigned long long; CUcontext and CUstream pointers;
+# CUdevice and the enumerations int. Every function returns CUresult, an int.
+_SIGNATURES: Final[Mapping[str, tuple[type[ctypes._CDataType], ...]]] = {
+    "cuInit": (c_uint,),
+    "cuDriverGetVersion": (POINTER(c_int),),
+    "cuGetErrorString": (c_int, POINTER(c_char_p)),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetCount": (POINTER(c_int),),
+    "cuDeviceGetUuid_v2": (POINTER(Uuid), c_int),
+    "cuDeviceCanAccessPeer": (POINTER(c_int), c_int, c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
+    "cuMemGetAddressRange_v2": (POINTER(c_uint64), POINTER(c_size_t), c_uint64),
+    "cuPointerGetAttribute": (c_void_p, c_int, c_uint64),
+    "cuIpcGetMemHandle": (POINTER(IpcMemHandle), c_uint64),
+    "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), IpcMemHandle, c_uint),
+    "cuIpcCloseMemHandle": (c_uint64,),
+    "cuMemRetainAllocationHandle": (POINTER(c_uint64), c_void_p),
+    "cuMemExportToShareableHandle": (c_void_p, c_uint64, c_int, c_ulonglong),
+    "cuMemImportFromShareableHandle": (POINTER(c_uint64), c_void_p, c_int),
+    "cuMemRelease": (c_uint64,),
+    "cuMemAddressReserve": (POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_ulonglong),
+    "cuMemAddressFree": (c_uint64, c_size_t),
+    "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_ulonglong),
+    "cuMemUnmap": (c_uint64, c_size_t),
+    "cuMemSetAccess": (c_uint64, c_size_t, POINTER(MemAccessDesc), c_size_t),
+    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
+    "cuStreamCreate": (POINTER(c_void_p), c_uint),
+    "cuStreamQuery": (c_void_p,),
+    "cuStreamDestroy_v2": (c_void_p,),
+}
+
+# The last is what byref() gives.
+Argument: TypeAlias = "int | ctypes.Structure | ctypes._CArgObject | None"
+Function = Callable[..., int]
+
+
+class Library:
+    """The driver's functions. `path` names the library.
+
+    Raises TransportUnusable where there is no driver, and VersionMismatch where it is too old.
+    """
+
+    def __init__(self, path: str = "libcuda.so.1") -> None:
+        try:
+            # Calls let go of Python's lock: some wait for the driver.
+            library = ctypes.CDLL(path)
+        except OSError as error:
+            raise TransportUnusable(
+                f"the NVIDIA driver's library cannot be loaded: {error}", hint="give the container its GPUs"
+            ) from None
+        self._functions: dict[str, Function] = {}
+        for name, arguments in _SIGNATURES.items():
+            try:
+                function = library[name]
+            except AttributeError:
+                raise VersionMismatch(
+                    f"the NVIDIA driver has no {name}", hint="a driver of CUDA 11.4 (R470) or newer is needed"
+                ) from None
+            function.argtypes = list(arguments)
+            function.restype = c_int
+            self._functions[name] = function
+
+    def version(self) -> int:
+        """The newest CUDA that the driver knows, as 1000 * major + 10 * minor. Opens no device."""
+        version = c_int()
+        self.call("cuDriverGetVersion", ctypes.byref(version))
+        return version.value
+
+    def function(self, name: str) -> Function:
+        """One of the functions, for those that look at its result themselves."""
+        return self._functions[name]
+
+    def call(self, name: str, *arguments: Argument) -> None:
+        """Call a function. Raises DriverError for every result but success."""
+        self.check(name, self._functions[name](*arguments))
+
+    def check(self, name: str, code: int) -> None:
+        """Raise DriverError for a function's result, but for success."""
+        if code != SUCCESS:
+            raise DriverError(name, code, self._text(code))
+
+    def _text(self, code: int) -> str:
+        text = c_char_p()
+        if self._functions["cuGetErrorString"](code, ctypes.byref(text)) != SUCCESS or text.value is None:
+            return "an error that the driver has no words for"
+        return text.value.decode("ascii", "replace")

@@ -1,0 +1,221 @@
+"""The target side: image ranges copied from the source's GPU memory into the target's own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rfork.errors import RforkError, SourceCorrupt, SourceGone, SourceStalled
+from rfork.image.memory import Image
+from rfork.logs import logger
+from rfork.transport.base import TokenSource
+from rfork.transport.cuda_ipc import words
+from rfork.transport.cuda_ipc.areas import Areas
+from rfork.transport.cuda_ipc.copying import Copier
+from rfork.transport.cuda_ipc.driver import Driver
+from rfork.transport.cuda_ipc.holding import Hold
+from rfork.transport.cuda_ipc.mapping import SourceMemory
+from rfork.transport.cuda_ipc.steps import Steps, steps
+from rfork.transport.same_host.connection import close_all
+from rfork.transport.same_host.dialling import Connections
+from rfork.transport.same_host.messages import Message, number_in, raise_problem
+from rfork.transport.transfer_engine.plan import AddressMap, common_pieces
+
+log = logger(__name__)
+
+
+class CudaIpcReader:
+    """One source's image. Runs on the target; thread-safe: each read under way has a stream of its own.
+
+    `remote` are the source's addresses, `target` this side's allocations, `stall_s` the seconds that the
+    source may take for an answer. A copy that was begun cannot be broken off, so every way out of a read
+    waits for those under way: 64 MiB at most.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        connections: Connections,
+        memory: SourceMemory,
+        image: Image,
+        token: TokenSource,
+        *,
+        remote: AddressMap,
+        target: Areas,
+        stall_s: float,
+    ) -> None:
+        self._connections = connections
+        self._memory = memory
+        self._image = image
+        self._token = token
+        self._remote = remote
+        self._target = target
+        self._stall_s = stall_s
+        self._attaching = threading.Lock()
+        self._hold: Hold | None = None
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._error: RforkError | None = None
+        self._broken = threading.Event()
+        self._down = threading.Event()
+        self._copier = Copier(driver, memory, self._broken, self._check)
+
+    def open(self, deadline: float) -> None:
+        """Hold on to the source, and open an allocation of each of its GPUs, to learn whether that works.
+
+        Raises as `read` does, and TransportUnusable kinds.
+        """
+        with self._use():
+            areas = self._areas(deadline)
+            firsts = {area.device: index for index, area in reversed(list(enumerate(areas.table)))}
+            for device in self._target.devices:
+                self._memory.open(list(firsts.values()), device, deadline)
+
+    def read(self, begin: int, end: int, deadline: float) -> None:
+        """Copy image range `[begin, end)` into the target image; see `Reader.read`.
+
+        A range outside the image is a ValueError.
+        """
+        self._image.segments(begin, end)
+        with self._use():
+            at = begin
+            while at < end:
+                at += self._slice(at, min(end, at + words.SLICE_BYTES), deadline)
+
+    def hold_to(self, rate: int | None) -> None:
+        """Nothing to do: the source lends as slowly as it likes. See `Reader.hold_to`."""
+
+    def close(self) -> None:
+        """Let go of the source's memory; reads under way raise SourceGone. Safe to call twice."""
+        self._end(SourceGone("this reader was closed"))
+        self._down.wait()
+
+    def _slice(self, begin: int, end: int, deadline: float) -> int:
+        """Copy the first bytes of a range; how many.
+
+        A connection that drops is replaced once: a source that cut this reader off says why when it is asked
+        again.
+        """
+        wanted = self._steps(begin, end, deadline)
+        for device, areas in wanted.needed.items():
+            self._memory.open(areas, device, deadline)
+        try:
+            return self._borrow(begin, end, wanted, deadline)
+        except SourceGone as first:
+            self._check()
+            log.info("connection replaced", because=str(first), missing=end - begin)
+            return self._borrow(begin, end, wanted, deadline)
+
+    def _borrow(self, begin: int, end: int, wanted: Steps, deadline: float) -> int:
+        with self._connections.borrowed(self._soon(deadline)) as connection:
+            question: Message = {"ask": "borrow", "token": self._token(), "begin": begin, "end": end}
+            connection.send(question, deadline=self._soon(deadline))
+            answer, descriptors = connection.receive(self._soon(deadline))
+            try:
+                raise_problem(answer)
+                lent = number_in(answer, "lent")
+                if not 0 < lent <= end - begin:
+                    raise SourceCorrupt(f"the source lent {lent} of {end - begin} bytes")
+                if lent < end - begin:
+                    wanted = self._steps(begin, begin + lent, deadline)
+                self._fill(wanted, descriptors, deadline)
+            finally:
+                close_all(descriptors)
+            connection.send({"ask": "return"}, deadline=self._soon(deadline))
+            answer, descriptors = connection.receive(self._soon(deadline))
+            close_all(descriptors)
+            raise_problem(answer)
+            number_in(answer, "returned")
+        return lent
+
+    def _fill(self, wanted: Steps, descriptors: Sequence[int], deadline: float) -> None:
+        """Do the copies, then take what came in a file, while the bytes are lent."""
+        if wanted.copies:
+            self._copier.copy(wanted, deadline)
+        if not wanted.on_host:
+            return
+        if len(descriptors) != 1:
+            raise SourceCorrupt("the source sent no file of its bytes in host memory")
+        offset = 0
+        for begin, end in wanted.on_host:
+            with self._image.writable(begin, end) as views:
+                for view in views:
+                    _fill_from(descriptors[0], offset, view)
+                    offset += view.nbytes
+
+    def _steps(self, begin: int, end: int, deadline: float) -> Steps:
+        pieces = common_pieces(self._remote.segments(begin, end), self._image.segments(begin, end))
+        return steps(pieces, begin, self._areas(deadline), self._target)
+
+    def _areas(self, deadline: float) -> Areas:
+        """The source's allocations; it is held on to from the first question on."""
+        if not self._attaching.acquire(timeout=max(deadline - time.monotonic(), 0)):
+            raise SourceStalled("the source did not let this side hold on to it in time")
+        try:
+            if self._hold is None:
+                self._hold = Hold(self._connections, self._token, self._soon(deadline), self._end)
+        finally:
+            self._attaching.release()
+        return self._memory.areas(self._soon(deadline))
+
+    def _soon(self, deadline: float) -> float:
+        return min(deadline, time.monotonic() + self._stall_s)
+
+    @contextmanager
+    def _use(self) -> Iterator[None]:
+        """Keep the source's memory open inside the block."""
+        with self._changed:
+            self._check()
+            self._inside += 1
+        try:
+            yield
+        except SourceGone:
+            self._check()  # closed by this side, or by the source: that is the reason
+            raise
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise type(self._error)(str(self._error))
+
+    def _end(self, error: RforkError) -> None:
+        """Spend the reader: no read goes on, and once none is under way all is let go.
+
+        Only the first one counts.
+        """
+        with self._changed:
+            if self._error is not None:
+                return
+            self._error = error
+        self._broken.set()
+        self._connections.close()
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._inside == 0)
+            self._copier.close()
+            self._memory.close()
+            if self._hold is not None:
+                self._hold.let_go()
+        finally:
+            self._down.set()
+
+
+def _fill_from(descriptor: int, offset: int, view: memoryview) -> None:
+    """Fill a view from a file. Raises SourceCorrupt where it ends too early, or is none."""
+    done = 0
+    while done < view.nbytes:
+        try:
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+        except OSError as error:
+            raise SourceCorrupt(
+                f"the source's bytes in host memory cannot be read: {error.strerror}"
+            ) from None
+        if not count:
+            raise SourceCorrupt("the source sent fewer bytes of host memory than it lent")
+        done += count

@@ -1,0 +1,34 @@
+"""What the two sides of cuda_ipc say to one another, over a same-host connection.
+
+The target asks, the source answers each question once, in order; a refusal is `problem_of` its error::
+
+    {"ask": "areas", "token", "from"}       {"areas": [[base, size, device, kind], …], "count"}
+    {"ask": "handles", "token", "areas"}    {"handles": ["hex" or ""]} and a descriptor for each that is ""
+    {"ask": "hold", "token"}                {"held": 1} and a descriptor; then nothing until either side ends
+    it {"ask": "borrow", "token", "begin", "end"}   {"lent": bytes} and, where host memory is in it, a
+    descriptor {"ask": "return"}                       {"returned": 1}
+
+*Areas* are the allocations that hold the image; `device` counts the endpoint's devices, `kind` those of
+`rfork.transport.cuda_ipc.driver.KINDS`. The descriptor of *hold* stays open in the target for as long as it
+has any of them opened: its end tells the source that the memory may be freed. What is *lent* is the first so
+many bytes of what was asked: they do not change until they are returned, or the connection ends. A target
+believes what it read only once the source has said that it is returned: it was then lent all along. The
+descriptor of a loan is a file of the loan's bytes in host memory, in image order.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rfork.image.chunks import MIB
+
+SLICE_BYTES: Final = 64 * MIB
+"""Most bytes lent at once: under a millisecond from GPU to GPU, so a fence waits for little."""
+AREAS_A_PAGE: Final = 1000
+HANDLES_A_PAGE: Final = 32
+"""Each may come with a descriptor, of which one message takes 64."""
+
+DEVICES: Final = "devices"
+"""Endpoint parameter: the UUIDs of the source's GPUs, comma separated."""
+PROCESSES: Final = "processes"
+"""Endpoint parameter: the source's PID namespace."""

@@ -1,0 +1,59 @@
+"""The checks behind `rfork doctor`: what this machine has, and what to mend. The CLI prints them.
+
+Each check takes what it judges as arguments, returns `Check` values and never raises; `run_checks`
+calls all of them with what this machine says. Nothing is left behind: ports are tried and let go. The
+modules are subjects: `machine`, `rdma`, `same_host`, `network`, and the transports' `choices`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+from pathlib import Path
+
+import torch
+
+from rfork.settings import Settings
+from rfork.transport.doctor import choices, machine, network, rdma, same_host
+from rfork.transport.doctor.check import Check, Status
+from rfork.transport.transfer_engine import gpu_direct, topology
+from rfork.transport.transfer_engine.library import library_state
+
+__all__ = ["Check", "Status", "run_checks"]
+
+
+def run_checks(settings: Settings) -> list[Check]:
+    """Every check on this machine, in the order to print; takes at most a few planner timeouts."""
+    devices = topology.rdma_devices()
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    places = {str(gpu): topology.place_of(topology.gpu_address(gpu)) for gpu in gpus}
+    working = [device for device in devices if not device.fault]
+    shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    asked = settings.transports or ()
+    return [
+        machine.check_python(platform.python_version_tuple(), torch.__version__),
+        machine.check_cuda([torch.cuda.get_device_name(gpu) for gpu in gpus]),
+        choices.check_digest(bool(gpus), choices.has_triton()),
+        rdma.check_rdma(devices, settings.rdma_devices),
+        *(rdma.check_device(device, places) for device in devices),
+        rdma.check_gpu_direct(
+            gpu_direct.has_peer_module(),
+            bool(gpus) and all(gpu_direct.has_dma_buf(gpu) for gpu in gpus),
+            needed=bool(gpus and working),
+        ),
+        rdma.check_mooncake(library_state(), cuda=bool(gpus), torch_cuda=torch.version.cuda),
+        machine.check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], rdma=bool(devices)),
+        machine.check_shared_memory(shared.f_bavail * shared.f_frsize if shared else None),
+        same_host.check_cuda_ipc(
+            same_host.namespace("ipc"), [gpu.index for gpu in gpus], torch.cuda.can_device_access_peer
+        ),
+        same_host.check_local_sockets(settings.local_sockets, same_host.namespace("net")),
+        same_host.check_sealed_memory(hasattr(os, "memfd_create"), same_host.shmem_huge_pages(Path("/sys"))),
+        choices.check_collectives(choices.backends(), asked),
+        network.check_port("peer_port", settings.bind, settings.peer_port),
+        network.check_port("http_port", settings.bind, settings.http_port),
+        network.check_tls(settings),
+        *network.check_planner(settings),
+        *choices.check_transports(settings),
+    ]

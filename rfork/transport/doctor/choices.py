@@ -1,0 +1,68 @@
+"""Which transports are used, and why (not)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import util
+
+import torch.distributed
+
+from rfork.fields import BY_NAME_ONLY
+from rfork.settings import Settings
+from rfork.transport.choice import explain
+from rfork.transport.doctor.check import Check, Status
+
+
+def check_transports(settings: Settings) -> list[Check]:
+    """One line for each transport: used or not, and why; a failure when none is left."""
+    rows = explain(settings)
+    checks: list[Check] = []
+    for row in rows:
+        if row.used:
+            detail = f"used, choice {row.place}: {row.reason}"
+            checks.append(Check(f"transport {row.name}", "ok", detail, row.hint))
+        else:
+            asked = settings.transports is not None and row.name in settings.transports
+            status: Status = "fail" if asked else "skip"
+            checks.append(Check(f"transport {row.name}", status, f"not used: {row.reason}", row.hint))
+    if not any(row.used for row in rows):
+        checks.append(Check("transports", "fail", "none can be used", "see the lines above"))
+    return checks
+
+
+def check_collectives(available: Sequence[str], asked: Sequence[str]) -> Check:
+    """The backends of `torch.distributed` there are, and whether transports on them are asked for."""
+    named = ", ".join(sorted(BY_NAME_ONLY))
+    missing = [name for name in asked if name in BY_NAME_ONLY and name not in available]
+    if missing:
+        fix = "use a torch that is built with it, or take it out of RFORK_TRANSPORTS"
+        return Check("collectives", "fail", f"this torch has no {', '.join(missing)}", fix)
+    found = ", ".join(available) or "none"
+    used = [name for name in asked if name in BY_NAME_ONLY]
+    if not used:
+        detail = f"torch has {found}; transports on them ({named}) are used by name only"
+        return Check("collectives", "skip", detail, "RFORK_TRANSPORTS names them")
+    detail = f"{', '.join(used)} asked for: whoever reaches their ports is not kept out"
+    return Check("collectives", "warn", detail, "only on a network that you trust wholly")
+
+
+def check_digest(cuda: bool, triton: bool) -> Check:
+    """What digests GPU memory: a Triton kernel, or plain tensor operations, which take far longer."""
+    if not cuda:
+        return Check("digest", "ok", "on the CPU, by xxhash")
+    if triton:
+        return Check("digest", "ok", "on the GPU, by a Triton kernel")
+    return Check("digest", "warn", "on the GPU, by tensor operations: slow", "pip install triton")
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed; it is not imported for this."""
+    return util.find_spec("triton") is not None
+
+
+def backends() -> tuple[str, ...]:
+    """The backends of `torch.distributed` that this torch is built with."""
+    if not torch.distributed.is_available():
+        return ()
+    has = {"gloo": torch.distributed.is_gloo_available, "nccl": torch.distributed.is_nccl_available}
+    return tuple(name for name, available in has.items() if available())

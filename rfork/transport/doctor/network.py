@@ -1,0 +1,122 @@
+"""Ports, TLS and the planner."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from email.utils import parsedate_to_datetime
+
+import httpx
+
+from rfork.errors import SettingsError
+from rfork.settings import LOOPBACK, Settings, TlsSettings
+from rfork.transport.certificate import authority_expires_at, expires_at
+from rfork.transport.doctor.check import Check
+from rfork.transport.tls import client_context, server_context
+
+MOST_CLOCK_SKEW_S = 5.0
+SOON_DAYS = 14
+
+
+def check_port(name: str, bind: str, port: int) -> Check:
+    """Whether `bind:port` can be listened on; it is let go at once."""
+    setting = f"RFORK_{name.upper()}"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+    except OSError as error:
+        detail = f"{bind}:{port}: {error.strerror or error}"
+        return Check(name, "fail", detail, f"set {setting} (0 picks one) or RFORK_BIND")
+    return Check(name, "ok", f"{bind}:{port} is free" if port else f"any free port on {bind}")
+
+
+def check_tls(settings: Settings) -> Check:
+    """The TLS files: readable, belonging together, and not about to expire."""
+    try:
+        tls = settings.tls
+        if not tls.enabled:
+            if settings.bind in LOOPBACK:
+                return Check("tls", "skip", "off; bound to loopback")
+            detail = f"off, and bound to {settings.bind}"
+            return Check("tls", "warn", detail, "set RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY")
+        server_context(tls)
+        client_context(tls)
+        days = (_first_end(tls) - time.time()) / 86400
+    except (SettingsError, ValueError, OSError) as error:
+        detail = " ".join(str(error).split())
+        return Check("tls", "fail", detail, "correct or renew the files that RFORK_TLS_* name")
+    if days < SOON_DAYS:
+        return Check("tls", "warn", f"valid for {math.floor(days)} more days", "renew it soon")
+    return Check("tls", "ok", f"valid for {math.floor(days)} more days")
+
+
+def _first_end(tls: TlsSettings) -> float:
+    ends = []
+    if tls.certificate is not None and tls.key is not None:
+        ends.append(expires_at(tls.certificate, tls.key))
+    if tls.ca is not None:
+        ends.append(authority_expires_at(tls.ca))
+    return min(ends)
+
+
+def check_planner(settings: Settings, transport: httpx.BaseTransport | None = None) -> list[Check]:
+    """Whether the planner answers, takes our token, and shares our clock (`transport`: for tests)."""
+    if settings.planner is None:
+        detail = "none set: every fork falls back at once"
+        return [Check("planner", "warn", detail, "set RFORK_PLANNER to its URL")]
+    headers = {"Authorization": f"Bearer {settings.token.get_secret_value()}"} if settings.token else {}
+    try:
+        verify = client_context(settings.tls)
+        with httpx.Client(
+            base_url=settings.planner,
+            timeout=settings.planner_timeout_s,
+            verify=verify,
+            transport=transport,
+            headers=headers,
+        ) as client:
+            asked = time.time()
+            health = client.get("/healthz")
+            heard = time.time()
+            listing = client.get("/v1/models")
+    except (httpx.HTTPError, httpx.InvalidURL, SettingsError, ValueError) as error:
+        detail = f"{settings.planner}: {error or type(error).__name__}"
+        return [Check("planner", "fail", detail, "start it (rfork planner), or correct RFORK_PLANNER")]
+    if health.status_code != 200:
+        detail = f"{settings.planner}/healthz answered {health.status_code}"
+        return [Check("planner", "fail", detail, "is that a planner? correct RFORK_PLANNER")]
+    return [
+        Check("planner", "ok", f"{settings.planner} answers in {(heard - asked) * 1000:.0f} ms"),
+        check_token(listing.status_code, shown=settings.token is not None),
+        check_clock(health.headers.get("Date"), (asked + heard) / 2),
+    ]
+
+
+def check_token(status: int, *, shown: bool) -> Check:
+    """What the planner's answer to a call that needs a token says about ours."""
+    if status in (401, 403):
+        detail = "the planner refuses the token" if shown else "the planner wants a token"
+        return Check("token", "fail", detail, "set RFORK_TOKEN to the planner's RFORK_PLANNER_TOKEN")
+    if status != 200:
+        return Check(
+            "token", "warn", f"the planner answered {status} to GET /v1/models", "see the planner's log"
+        )
+    return Check("token", "ok", "accepted" if shown else "the planner asks for none")
+
+
+def check_clock(date: str | None, now: float) -> Check:
+    """This clock (`now`, seconds since the epoch) against an HTTP Date header, which counts whole seconds."""
+    if date is None:
+        return Check("clock", "skip", "the planner sends no Date")
+    try:
+        # The header cuts the fraction off: half a second is its mean.
+        skew = now - (parsedate_to_datetime(date).timestamp() + 0.5)
+    except ValueError:
+        return Check("clock", "skip", f"the planner sends an unreadable Date ({date})")
+    if abs(skew) > MOST_CLOCK_SKEW_S:
+        side = "ahead of" if skew > 0 else "behind"
+        detail = f"{abs(skew):.0f} s {side} the planner's"
+        return Check("clock", "warn", detail, "synchronise the clocks (NTP): leases have end times")
+    return Check("clock", "ok", "agrees with the planner's")

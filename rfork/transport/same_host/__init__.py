@@ -1,0 +1,1 @@
+"""What transports between two processes of one host stand on: Unix sockets that pass descriptors."""

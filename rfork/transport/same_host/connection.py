@@ -1,0 +1,124 @@
+"""One connection between two processes of a host: packets of JSON, and descriptors beside them."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from rfork.errors import SourceCorrupt, SourceGone, SourceStalled, TargetError
+from rfork.transport.same_host.messages import LARGEST_MESSAGE, Message, decode, encode
+
+MOST_DESCRIPTORS: Final = 64
+"""Descriptors beside one message, at most."""
+_ITEM = array.array("i").itemsize
+
+
+class Connection:
+    """A connected Unix socket of kind SOCK_SEQPACKET. One thread at a time uses it; any may cut it.
+
+    The same on both sides: who serves calls the other one's failures SourceGone and so on as well. It owns
+    the socket.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def send(self, message: Message, descriptors: Sequence[int] = (), *, deadline: float) -> None:
+        """Send one message; descriptors stay the caller's. `deadline` is a `time.monotonic()` value.
+
+        Raises SourceGone, SourceStalled at the deadline, or ValueError for a message that is too large.
+        """
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+        try:
+            self._socket.settimeout(_left(deadline))
+            self._socket.sendmsg([encode(message)], [rights] if descriptors else [], socket.MSG_NOSIGNAL)
+        except TimeoutError:
+            raise SourceStalled("the other side did not take a message in time") from None
+        except OSError as error:
+            raise SourceGone(f"the connection is closed: {error.strerror or error}") from None
+
+    def receive(self, deadline: float) -> tuple[Message, list[int]]:
+        """The next message and its descriptors, the caller's to close; none outlives an exec.
+
+        Raises SourceGone when the other side closed or died, SourceStalled at the deadline, SourceCorrupt
+        for what is not a message, and TargetError when this process can have no more descriptors.
+        """
+        try:
+            self._socket.settimeout(_left(deadline))
+            # One byte more than allowed, to see that it was too much.
+            packet, beside, flags, _ = self._socket.recvmsg(
+                LARGEST_MESSAGE + 1, socket.CMSG_SPACE(MOST_DESCRIPTORS * _ITEM), socket.MSG_CMSG_CLOEXEC
+            )
+        except TimeoutError:
+            raise SourceStalled("the other side sent nothing in time") from None
+        except OSError as error:
+            raise SourceGone(f"the connection is closed: {error.strerror or error}") from None
+        descriptors = _descriptors(beside)
+        try:
+            if flags & socket.MSG_CTRUNC:
+                if len(descriptors) < MOST_DESCRIPTORS:
+                    raise TargetError(
+                        "this process can open no more descriptors", hint="raise its limit: ulimit -n"
+                    )
+                raise SourceCorrupt(f"not a message: more than {MOST_DESCRIPTORS} descriptors")
+            if not packet:
+                raise SourceGone("the other side closed the connection")
+            if len(packet) > LARGEST_MESSAGE:
+                raise SourceCorrupt(f"not a message: more than {LARGEST_MESSAGE} bytes")
+            return decode(packet), descriptors
+        except BaseException:
+            close_all(descriptors)
+            raise
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it is open and nothing has come that nobody asked for: what one kept for later must be."""
+        with self._lock:
+            if self._closed:
+                return False
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            return not poll.poll(0)
+
+    def cut(self) -> None:
+        """End it for both sides, from any thread: whoever is blocked in it raises SourceGone."""
+        with self._lock:
+            if not self._closed:
+                with contextlib.suppress(OSError):  # the other side was first
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the socket back; by the thread that uses it. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+            self._socket.close()
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close descriptors that nobody wants."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _descriptors(beside: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in beside:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % _ITEM])
+    return list(found)
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left

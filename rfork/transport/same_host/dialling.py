@@ -1,0 +1,162 @@
+"""The target side of same-host transports: connections to a source's Unix socket, kept for the next read."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from rfork.errors import NotOneHost, SourceGone, SourceStalled, TargetError
+from rfork.transport.same_host.connection import Connection
+from rfork.transport.same_host.host import boot_id, folder_identity, network_namespace, socket_path
+
+DIAL_AGAIN_S: Final = 0.02
+_OWN_LIMITS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_SHARE: Final = (
+    "let both share a network namespace, or a folder on this host that RFORK_LOCAL_SOCKETS names in both"
+)
+
+
+class Connections:
+    """Thread-safe; each read under way has a connection of its own.
+
+    `parameters` are those of `LocalServer`. `folder`: where this side sees the folder of sockets; None:
+    where the source does. `stall_s`: seconds that connecting may take.
+    """
+
+    def __init__(self, parameters: Mapping[str, str], stall_s: float, *, folder: Path | None = None) -> None:
+        self._parameters = parameters
+        self._stall_s = stall_s
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._closed = False
+        self._reached = False
+        self._idle: list[Connection] = []
+        self._connections: set[Connection] = set()
+
+    def open(self, deadline: float) -> None:
+        """Make the first connection, to learn at once whether both sides can meet.
+
+        Raises NotOneHost, SourceGone, SourceStalled or TargetError.
+        """
+        self._give_back(self._dial(deadline))
+
+    @contextlib.contextmanager
+    def borrowed(self, deadline: float) -> Iterator[Connection]:
+        """A connection for one exchange; after an exception it is closed: who knows what comes next on it.
+
+        Raises as `open`, but once the source was reached never NotOneHost.
+        """
+        connection = self._take() or self._dial(deadline)
+        good = False
+        try:
+            yield connection
+            good = True
+        finally:
+            if good:
+                self._give_back(connection)
+            else:
+                self._drop(connection)
+
+    def close(self) -> None:
+        """Cut all connections; exchanges under way raise SourceGone. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            connections = list(self._connections)
+        for connection in connections:
+            connection.cut()
+        for connection in idle:
+            self._drop(connection)
+
+    def _take(self) -> Connection | None:
+        while True:
+            with self._lock:
+                self._check_open()
+                if not self._idle:
+                    return None
+                connection = self._idle.pop()
+            if connection.quiet:
+                return connection
+            self._drop(connection)  # the source let it go
+
+    def _give_back(self, connection: Connection) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(connection)
+                return
+        self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+        connection.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SourceGone("this reader was closed")
+
+    def _dial(self, deadline: float) -> Connection:
+        with self._lock:
+            self._check_open()
+        if not self._reached and self._parameters.get("boot", "") != (boot_id() or None):
+            raise NotOneHost("the source runs on another host")
+        connection = Connection(self._connected(deadline))
+        with self._lock:
+            self._reached = True
+            if not self._closed:
+                self._connections.add(connection)
+                return connection
+        connection.close()
+        raise SourceGone("this reader was closed")
+
+    def _connected(self, deadline: float) -> socket.socket:
+        until = min(deadline, time.monotonic() + self._stall_s)
+        connecting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connecting.setblocking(False)
+            while True:
+                if time.monotonic() >= until:
+                    raise SourceStalled("the source did not accept a connection in time")
+                try:
+                    with self._address() as address:
+                        connecting.connect(address)
+                    return connecting
+                except BlockingIOError:  # its queue is full: it stands still, or is very busy
+                    time.sleep(DIAL_AGAIN_S)
+        except OSError as error:
+            connecting.close()
+            if error.errno in _OWN_LIMITS:
+                raise TargetError(f"cannot connect to the source: {error.strerror}") from None
+            raise self._unreachable(error) from None
+        except BaseException:
+            connecting.close()
+            raise
+
+    def _address(self) -> contextlib.AbstractContextManager[str]:
+        told = self._parameters.get("socket", "")
+        if told.startswith("@"):
+            return contextlib.nullcontext(f"\0{told[1:]}")
+        file = Path(told)
+        return socket_path(self._folder / file.name if self._folder is not None else file)
+
+    def _unreachable(self, error: OSError) -> NotOneHost | SourceGone:
+        """Whether nobody listens there any more, or this side looks in another place."""
+        because = error.strerror or str(error)
+        if self._reached or self._same_place():
+            return SourceGone(f"nobody listens on the source's socket any more: {because}")
+        return NotOneHost(f"the source's socket cannot be reached from here: {because}", hint=_SHARE)
+
+    def _same_place(self) -> bool:
+        told = self._parameters.get("socket", "")
+        if told.startswith("@"):
+            here, there = network_namespace(), self._parameters.get("network", "")
+        else:
+            here = folder_identity(self._folder if self._folder is not None else Path(told).parent)
+            there = self._parameters.get("folder", "")
+        return here == there != ""

@@ -1,0 +1,130 @@
+"""Memory files of chunks: made and sealed on the source, checked on the target.
+
+A sealed file can be changed by nobody any more, whoever holds it: what was verified once stays right, and
+who maps it needs no fence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from rfork.errors import SourceCorrupt
+from rfork.image.memory import Image
+from rfork.transport.shared_memory.own_memory import FILE_NAME
+from rfork.transport.shared_memory.pages import Kernel
+from rfork.transport.shared_memory.placement import Layout
+
+MOST_VIEWS: Final = 1024
+"""Views of one system call, at most (IOV_MAX)."""
+# From <linux/fcntl.h>, as Python has them on Linux only.
+_ADD_SEALS: Final = 1033
+_GET_SEALS: Final = 1034
+_SEAL_SEAL: Final = 1
+_IMMUTABLE: Final = 2 | 4 | 8
+"""Neither shrunk, nor grown, nor written."""
+
+
+class Descriptor:
+    """An open file descriptor, closed with the last one who holds this."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._end = weakref.finalize(self, os.close, number)
+
+
+def memory_file() -> Descriptor:
+    """An empty memory file. Raises OSError."""
+    return Descriptor(os.memfd_create(FILE_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+
+
+class Sealed:
+    """A range of an image in a sealed memory file."""
+
+    def __init__(self, descriptor: Descriptor, layout: Layout) -> None:
+        self.descriptor = descriptor
+        self.layout = layout
+        self.proven = ""
+        """The source's etag under which its bytes are known to be the image's."""
+
+    @classmethod
+    def made(cls, descriptor: Descriptor, layout: Layout) -> Sealed:
+        """Seal a file that holds a range of the image. Raises OSError."""
+        fcntl.fcntl(descriptor.number, _ADD_SEALS, _IMMUTABLE | _SEAL_SEAL)
+        return cls(descriptor, layout)
+
+    @classmethod
+    def received(cls, descriptor: Descriptor, layout: Layout) -> Sealed:
+        """One that came from elsewhere. Raises SourceCorrupt when it can be changed, or is too short."""
+        try:
+            seals = fcntl.fcntl(descriptor.number, _GET_SEALS)
+            size = os.fstat(descriptor.number).st_size
+        except OSError:
+            raise SourceCorrupt("the source gave something that is no memory file") from None
+        if seals & _IMMUTABLE != _IMMUTABLE or size < layout.size:
+            raise SourceCorrupt("the source gave a memory file that can still be changed, or is too short")
+        return cls(descriptor, layout)
+
+    def holds_the_bytes_of(self, image: Image, kernel: Kernel) -> bool:
+        """Whether the image has the same bytes in this range. Raises OSError."""
+        begin, end = self.layout.begin, self.layout.end
+        mapping = mmap.mmap(self.descriptor.number, self.layout.size, mmap.MAP_PRIVATE)
+        with contextlib.closing(mapping), image.readable(begin, end) as views:
+            return _same(memoryview(mapping), self.layout, views, kernel)
+
+
+def _same(whole: memoryview, layout: Layout, views: Sequence[memoryview], kernel: Kernel) -> bool:
+    left = list(views)
+    for run in layout.runs(layout.begin, layout.end):
+        part, left = cut(left, run.length)
+        place = run.place
+        for view in part:
+            if not kernel.equal(whole[place : place + view.nbytes], view):
+                return False
+            place += view.nbytes
+    return True
+
+
+def write(descriptor: Descriptor, layout: Layout, begin: int, views: Sequence[memoryview]) -> None:
+    """Write image bytes from offset `begin` on to where the layout has them. Raises OSError."""
+    end = begin + sum(view.nbytes for view in views)
+    left = list(views)
+    for run in layout.runs(begin, end):
+        part, left = cut(left, run.length)
+        _transfer(os.pwritev, descriptor, run.place, part)
+
+
+def read(descriptor: Descriptor, place: int, views: Sequence[memoryview]) -> None:
+    """Fill views from the file, from byte `place` on. Raises OSError, also where the file ends."""
+    _transfer(os.preadv, descriptor, place, views)
+
+
+def _transfer(
+    call: Callable[[int, Sequence[memoryview], int], int],
+    descriptor: Descriptor,
+    place: int,
+    views: Sequence[memoryview],
+) -> None:
+    for first in range(0, len(views), MOST_VIEWS):
+        part = list(views[first : first + MOST_VIEWS])
+        while part:
+            moved = call(descriptor.number, part, place)
+            if not moved:
+                raise OSError("a memory file ended")
+            place += moved
+            _, part = cut(part, moved)
+
+
+def cut(views: Sequence[memoryview], count: int) -> tuple[list[memoryview], list[memoryview]]:
+    """The first `count` bytes of a line of views, and the rest."""
+    for index, view in enumerate(views):
+        if count < view.nbytes:
+            first = [*views[:index], view[:count]] if count else list(views[:index])
+            return first, [view[count:], *views[index + 1 :]]
+        count -= view.nbytes
+    return list(views), []

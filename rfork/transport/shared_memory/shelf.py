@@ -1,0 +1,99 @@
+"""The sealed chunks of one image that a process holds: made by its exporter, or received by its reader.
+
+A relay gives what it has mapped onwards, so that the bytes are in memory once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from rfork.transport.shared_memory.sealed import Sealed
+
+MOST_KEPT: Final = 512
+"""Chunks, at most, each of which has a descriptor."""
+KEPT_PART: Final = 4
+"""And of the descriptors this process may have, one in so many."""
+
+
+class Shelf:
+    """Thread-safe. Chunks by index; the one that was wanted least lately goes first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[int, Sealed] = {}
+        self._making: dict[int, threading.Lock] = {}
+        self._exports = 0
+        self._used_at = time.monotonic()
+
+    @contextlib.contextmanager
+    def making(self, chunk: int) -> Iterator[None]:
+        """One thread at a time finds or makes this chunk, so that there are never two of it."""
+        with self._lock:
+            lock = self._making.setdefault(chunk, threading.Lock())
+        with lock:
+            yield
+
+    def find(self, chunk: int) -> Sealed | None:
+        """The chunk, if it is held."""
+        with self._lock:
+            self._used_at = time.monotonic()
+            sealed = self._kept.pop(chunk, None)
+            if sealed is not None:
+                self._kept[chunk] = sealed
+            return sealed
+
+    def keep(self, chunk: int, sealed: Sealed) -> None:
+        """Hold a chunk, in place of an earlier one."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = MOST_KEPT if soft == resource.RLIM_INFINITY else min(MOST_KEPT, soft // KEPT_PART)
+        with self._lock:
+            self._used_at = time.monotonic()
+            self._kept.pop(chunk, None)
+            self._kept[chunk] = sealed
+            while len(self._kept) > most:
+                del self._kept[next(iter(self._kept))]
+
+    def drop(self, chunk: int) -> None:
+        """Hold this chunk no longer."""
+        with self._lock:
+            self._kept.pop(chunk, None)
+
+    def drop_oldest(self) -> bool:
+        """Give up the chunk that was wanted least lately; whether there was one."""
+        with self._lock:
+            if not self._kept:
+                return False
+            del self._kept[next(iter(self._kept))]
+            return True
+
+    def drop_others(self, etag: str) -> None:
+        """Give up what is known to hold bytes that the image had once."""
+        with self._lock:
+            self._kept = {
+                chunk: sealed for chunk, sealed in self._kept.items() if sealed.proven in ("", etag)
+            }
+
+    def drop_unused(self, idle_s: float) -> None:
+        """Give up all chunks if none was wanted for so many seconds."""
+        with self._lock:
+            if time.monotonic() - self._used_at >= idle_s:
+                self._kept.clear()
+
+    def exported(self, *, more: int) -> None:
+        """One exporter more (1) or less (-1) gives these chunks; after the last one nobody needs them."""
+        with self._lock:
+            self._exports += more
+            if not self._exports:
+                self._kept.clear()
+
+    def reader_closed(self) -> None:
+        """Nothing is received any more; without an exporter nobody needs the chunks."""
+        self.exported(more=0)
+
+    def __len__(self) -> int:
+        return len(self._kept)

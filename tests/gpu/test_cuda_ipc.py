@@ -1,0 +1,328 @@
+"""cuda_ipc on real GPUs, between two processes: each kind of memory, what dies, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from rfork.errors import SourceError, SourceGone, SourceStalled
+from rfork.image.capture import image_of
+from rfork.image.memory import Image, Segment
+from rfork.settings import Settings
+from rfork.transport.base import Endpoint
+from rfork.transport.cuda_ipc import CudaIpcTransport
+from rfork.transport.cuda_ipc.areas import areas_of
+from rfork.transport.cuda_ipc.cuda import CudaDriver
+from rfork.transport.cuda_ipc.driver import Copy
+from tests.transport_contract import TOKEN, FakeGate, content, soon
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+SIZES = [3, 4096, MIB, 17, *([8191] * 500), 70 * MIB + 5, 1]
+SMALL = [50_000] * 20_000
+
+
+def tensors_of(sizes: Sequence[int], device: str, *, filled: bool, on_host: Sequence[int]) -> Image:
+    """An image of byte tensors on a device, but those numbered `on_host`; zeros unless `filled`."""
+    tensors: dict[str, torch.Tensor] = {}
+    for index, size in enumerate(sizes):
+        place = "cpu" if index in on_host else device
+        if filled:
+            line = torch.arange(size, dtype=torch.int64, device=place)
+            tensors[f"t{index}"] = ((line * 7 + index * 13 + 1) % 251).to(torch.uint8)
+        else:
+            tensors[f"t{index}"] = torch.zeros(size, dtype=torch.uint8, device=place)
+    return image_of(tensors)
+
+
+class Source:
+    """A seed's process: exports an image until its standard input ends."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        device: int = 0,
+        on_host: Sequence[int] = (),
+        expandable: bool = False,
+        visible: str = "",
+    ) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{expandable}"
+        if visible:
+            environment["CUDA_VISIBLE_DEVICES"] = visible
+        wanted = json.dumps([list(sizes), f"cuda:{device}", list(on_host)])
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, wanted],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        told = json.loads(self.hear())
+        segments = tuple(Segment(*segment) for segment in told["segments"])
+        self.endpoint = Endpoint("cuda_ipc", told["parameters"], segments)
+        self.kinds = set(told["kinds"])
+
+    def hear(self) -> str:
+        """The next line that it says."""
+        line = self.process.stdout.readline() if self.process.stdout is not None else ""
+        if not line:
+            self.end()
+            raise ChildProcessError("the source has ended")
+        return line
+
+    def close_exporter(self) -> None:
+        """Have it close its exporter, and wait until it has."""
+        if self.process.stdin is not None:
+            self.process.stdin.write("close\n")
+            self.process.stdin.flush()
+        self.hear()
+
+    def end(self) -> None:
+        """Kill it."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+StartSource = Callable[..., Source]
+
+
+@pytest.fixture
+def start() -> Iterator[StartSource]:
+    """Starts sources, which are killed after the test."""
+    started: list[Source] = []
+
+    def start(sizes: Sequence[int], **more: object) -> Source:
+        started.append(Source(sizes, **more))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield start
+    for source in started:
+        source.end()
+
+
+def expected(sizes: Sequence[int]) -> bytes:
+    """The bytes that every source of these sizes has."""
+    return content(tensors_of(sizes, "cpu", filled=True, on_host=()))
+
+
+def target_of(sizes: Sequence[int], device: str = "cuda:0", on_host: Sequence[int] = ()) -> Image:
+    """A target's image, of zeros."""
+    return tensors_of(sizes, device, filled=False, on_host=on_host)
+
+
+@pytest.mark.parametrize("expandable", [False, True], ids=["cudaMalloc", "expandable-segments"])
+@pytest.mark.parametrize("on_host", [[], [0, 3, 4, 20]], ids=["all-on-gpu", "some-in-host-memory"])
+def test_every_byte_arrives(start: StartSource, expandable: bool, on_host: list[int]) -> None:
+    """Both kinds of torch's memory are read right, and tensors in host memory with them."""
+    source, image = start(SIZES, expandable=expandable, on_host=on_host), target_of(SIZES)
+    reader = CudaIpcTransport(Settings()).connect(source.endpoint, image, lambda: TOKEN, soon())
+    reader.read(0, image.layout.image_bytes, soon())
+    reader.close()
+    assert expected(SIZES) == content(image)
+    # Fabric handles stand in where the machine has an IMEX channel.
+    assert source.kinds <= ({"descriptor", "fabric"} if expandable else {"legacy"})
+
+
+def test_a_target_in_expandable_segments(start: StartSource) -> None:
+    """A target whose tensors lie over many pieces of memory is filled as any other."""
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    try:
+        image = target_of(SIZES)
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    source = start(SIZES)
+    reader = CudaIpcTransport(Settings()).connect(source.endpoint, image, lambda: TOKEN, soon())
+    reader.read(0, image.layout.image_bytes, soon())
+    reader.close()
+    assert expected(SIZES) == content(image)
+
+
+def test_many_small_tensors(start: StartSource) -> None:
+    """Twenty thousand tensors, read in chunks by four threads, arrive whole."""
+    source, image = start(SMALL), target_of(SMALL)
+    reader = CudaIpcTransport(Settings()).connect(source.endpoint, image, lambda: TOKEN, soon())
+    whole, step = image.layout.image_bytes, 16 * MIB
+    ranges = [(at, min(at + step, whole)) for at in range(0, whole, step)]
+
+    def read(share: Sequence[tuple[int, int]]) -> None:
+        for begin, end in share:
+            reader.read(begin, end, soon())
+
+    threads = [threading.Thread(target=read, args=(ranges[index::4],)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    reader.close()
+    assert expected(SMALL) == content(image)
+
+
+def test_a_target_that_keeps_a_tensor_in_host_memory(start: StartSource) -> None:
+    """What lies on the GPU there and in host memory here is copied down."""
+    source, image = start(SIZES), target_of(SIZES, on_host=[2, 5])
+    reader = CudaIpcTransport(Settings()).connect(source.endpoint, image, lambda: TOKEN, soon())
+    reader.read(0, image.layout.image_bytes, soon())
+    reader.close()
+    assert expected(SIZES) == content(image)
+
+
+def test_a_killed_source(start: StartSource) -> None:
+    """Reads from a source that was killed raise, and this process's GPU goes on working."""
+    source, image = start(SIZES), target_of(SIZES)
+    reader = CudaIpcTransport(Settings()).connect(source.endpoint, image, lambda: TOKEN, soon())
+    reader.read(0, MIB, soon())
+    source.process.kill()
+    source.process.wait()
+    with pytest.raises(SourceError):
+        reader.read(0, image.layout.image_bytes, soon())
+    reader.close()
+    assert 10 == int(torch.ones(10, device="cuda").sum())
+
+
+def test_a_source_that_closes_gets_its_memory_back(start: StartSource) -> None:
+    """After the exporter's `close` nothing of it is mapped here, and reads raise SourceGone."""
+    source, image = start(SIZES), target_of(SIZES)
+    reader = CudaIpcTransport(Settings()).connect(source.endpoint, image, lambda: TOKEN, soon())
+    reader.read(0, image.layout.image_bytes, soon())
+    source.close_exporter()
+    with pytest.raises(SourceGone):
+        reader.read(0, MIB, soon())
+    reader.close()
+
+
+@pytest.mark.parametrize("expandable", [False, True], ids=["cudaMalloc", "expandable-segments"])
+def test_nothing_is_left_mapped(start: StartSource, expandable: bool) -> None:
+    """Readers that come and go leave no memory of this device taken."""
+    source, image = start(SIZES, expandable=expandable), target_of(SIZES)
+    free: list[int] = []
+    for _ in range(4):
+        reader = CudaIpcTransport(Settings()).connect(source.endpoint, image, lambda: TOKEN, soon())
+        reader.read(0, image.layout.image_bytes, soon())
+        reader.close()
+        torch.cuda.synchronize()
+        free.append(torch.cuda.mem_get_info(0)[0])
+    # The first one loads what the driver keeps.
+    assert max(free[1:]) - min(free[1:]) < 4 * MIB
+
+
+def test_a_deadline_that_has_passed(start: StartSource) -> None:
+    """No byte is copied after the deadline."""
+    source, image = start(SIZES), target_of(SIZES)
+    reader = CudaIpcTransport(Settings()).connect(source.endpoint, image, lambda: TOKEN, soon())
+    with pytest.raises(SourceStalled):
+        reader.read(0, MIB, soon(-1.0))
+    reader.close()
+    assert bytes(image.layout.image_bytes) == content(image)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("visible", ["", "1"], ids=["all-visible", "each-sees-its-own"])
+@pytest.mark.parametrize("expandable", [False, True], ids=["cudaMalloc", "expandable-segments"])
+def test_from_one_gpu_to_another(start: StartSource, visible: str, expandable: bool) -> None:
+    """A source on the second GPU is read into the first, whether it sees that one or not."""
+    driver = CudaDriver()
+    if not driver.reaches(0, 1):
+        pytest.skip("these two GPUs cannot address one another")
+    source = start(SIZES, device=0 if visible else 1, visible=visible, expandable=expandable)
+    image = target_of(SIZES)
+    reader = CudaIpcTransport(Settings()).connect(source.endpoint, image, lambda: TOKEN, soon())
+    reader.read(0, image.layout.image_bytes, soon())
+    reader.close()
+    assert expected(SIZES) == content(image)
+
+
+# -- the driver by itself ---------------------------------------------------------------------------
+
+
+def test_devices_have_names() -> None:
+    """Each device is found by its UUID, and no device by another name."""
+    driver = CudaDriver()
+    count = torch.cuda.device_count()
+    assert list(range(count)) == [driver.find(driver.uuid(device)) for device in range(count)]
+    assert driver.find("00" * 16) is None
+
+
+def test_allocations_hold_their_tensors() -> None:
+    """Every tensor's bytes lie in the allocations that were found, few as they are."""
+    driver, image = CudaDriver(), target_of([4096] * 1000)
+    areas = areas_of(driver, image)
+    for address, length in zip(image.regions.addresses, image.regions.lengths, strict=True):
+        assert areas.index(address) is not None
+        assert areas.index(address + length - 1) is not None
+    assert len(areas.table) < 100
+
+
+def test_copies_leave_the_thread_as_it_was() -> None:
+    """The current device of a thread that copied is what it was, and its streams were not waited for."""
+    driver = CudaDriver()
+    one, two = torch.arange(1000, device="cuda"), torch.zeros(1000, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    before = torch.cuda.current_device()
+    lane = driver.copies(0)
+    lane.queue([Copy(one.data_ptr(), two.data_ptr(), one.nbytes)])
+    while not lane.done():
+        pass
+    lane.close()
+    assert (before, True) == (torch.cuda.current_device(), torch.equal(one, two))
+
+
+def test_asking_does_not_break_a_capture() -> None:
+    """The driver is asked on one thread while another captures a graph, and the graph is whole."""
+    driver, image = CudaDriver(), target_of(SIZES)
+    found: list[int] = []
+    line = torch.zeros(1000, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+
+    def ask() -> None:
+        areas = areas_of(driver, image)
+        handles = [driver.export(area) for area in areas.table if area.kind == "legacy"]
+        lane = driver.copies(0)
+        found.append(len(handles) + lane.done())
+        lane.close()
+
+    with torch.cuda.graph(graph):
+        line += 1
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert (1, 1000) == (len(found), int(line.sum()))
+
+
+def _serve(sizes: Sequence[int], device: str, on_host: Sequence[int]) -> None:
+    """The source's process."""
+    image = tensors_of(sizes, device, filled=True, on_host=on_host)
+    exporter = CudaIpcTransport(Settings()).export(image, FakeGate())
+    endpoint = exporter.endpoint()
+    told = {
+        "parameters": dict(endpoint.parameters),
+        "segments": [list(segment) for segment in endpoint.segments],
+        "kinds": sorted({area.kind for area in areas_of(CudaDriver(), image).table}),
+    }
+    print(json.dumps(told), flush=True)
+    for _ in sys.stdin:
+        exporter.close()
+        print("closed", flush=True)
+
+
+if __name__ == "__main__":
+    _serve(*json.loads(sys.argv[1]))

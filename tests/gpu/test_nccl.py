@@ -1,0 +1,113 @@
+"""NCCL groups: what one GPU permits. Two ranks need two GPUs, as NCCL refuses two on one."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from rfork.errors import RforkError, TransportUnusable, VersionMismatch
+from rfork.image.capture import image_of
+from rfork.peer.lines import converse
+from rfork.peer.memory import joined
+from rfork.settings import Settings
+from rfork.transport.base import Endpoint, Line
+from rfork.transport.collective import NcclTransport
+from rfork.transport.collective.blocks import Blocks
+from rfork.transport.collective.rendezvous import Rendezvous
+from tests.transport_contract import TOKEN, FakeGate, soon
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not NcclTransport(Settings()).availability().usable,
+        reason="torch has no NCCL or finds no CUDA device",
+    ),
+]
+
+
+def test_a_group_of_one_forms_and_broadcasts() -> None:
+    """The communicator is made through the store of ours, and torch's environment is as it was."""
+    from rfork.transport.collective.nccl import NcclBackend
+
+    before = dict(os.environ)
+    backend, device = NcclBackend(), torch.device("cuda:0")
+    with backend.working(device):
+        group = backend.form(Rendezvous(), 0, 1, device, soon())
+        block = torch.arange(1000, device=device).to(torch.uint8)
+        group.broadcast(block, soon())
+        group.close()
+    assert before == dict(os.environ)
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for() -> None:
+    """The group is given up at its deadline, and the process lives."""
+    from rfork.transport.collective.nccl import NcclBackend
+
+    backend, device = NcclBackend(), torch.device("cuda:0")
+    began = time.monotonic()
+    with pytest.raises(RforkError), backend.working(device):
+        backend.form(Rendezvous(), 0, 2, device, began + 2.0)
+    assert time.monotonic() - began < 30.0
+
+
+def test_small_tensors_are_packed_on_the_gpu() -> None:
+    """What is taken out of one image and put into another is the same, host memory in between included."""
+    device = torch.device("cuda:0")
+    tensors = {f"t{index}": torch.randn(1 + index % 50, device=device) for index in range(2000)}
+    tensors["host"] = torch.randn(77)
+    source = image_of(tensors)
+    target = image_of({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
+    size = source.layout.image_bytes
+    sending, receiving = Blocks(source, size, device), Blocks(target, size, device)
+    place = receiving.place(0, size)
+    place.copy_(sending.taken(0, size))
+    receiving.put(place, 0, size)
+    assert source.manifest() == target.manifest()
+
+
+def test_host_memory_is_not_for_nccl() -> None:
+    """The other transports are exported without it."""
+    with pytest.raises(TransportUnusable, match="GPU"):
+        NcclTransport(Settings()).export(image_of({"a": torch.zeros(10)}), FakeGate())
+
+
+def test_another_release_of_nccl_is_found_out_beforehand() -> None:
+    """Before a group is tried."""
+    image = image_of({"a": torch.zeros(10, device="cuda")})
+    endpoint = Endpoint("nccl", {"version": "1.0.0", "block": "1024"})
+    with pytest.raises(VersionMismatch, match=r"1\.0\.0"):
+        NcclTransport(Settings()).connect(endpoint, image, lambda: TOKEN, soon())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL WANTS TWO GPUs: sending is NOT tested")
+def test_the_right_bytes_between_two_gpus() -> None:
+    """A whole image, small tensors included, from one GPU to the other."""
+    tensors = {f"t{index}": torch.randn(1 + index % 50, device="cuda:0") for index in range(2000)}
+    tensors["large"] = torch.randn(20 << 20, device="cuda:0")
+    source = image_of(tensors)
+    target = image_of({name: torch.zeros_like(tensor, device="cuda:1") for name, tensor in tensors.items()})
+    transport = NcclTransport(Settings())
+    exporter = transport.export(source, FakeGate())
+    exporter.let_in("channel", "127.0.0.1")
+
+    class Leads:
+        def has_channel(self, channel_id: str, fork_id: str) -> bool:
+            return True
+
+        def converse(self, channel_id: str, line: Line) -> None:
+            exporter.converse(channel_id, line)
+
+    def talk() -> Line:
+        near, far = joined()
+        threading.Thread(target=converse, args=(Leads(), "channel", far), daemon=True).start()
+        return near
+
+    reader = transport.connect(exporter.endpoint(), target, lambda: TOKEN, soon(), talk)
+    reader.read(0, source.layout.image_bytes, soon())
+    reader.close()
+    exporter.close()
+    assert source.manifest() == target.manifest()

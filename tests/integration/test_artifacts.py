@@ -1,0 +1,299 @@
+"""JIT caches between processes: compiled in one, taken by another, used by a third that compiles none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from rfork import artifacts
+from rfork.artifacts.key import ArtifactKey
+from rfork.artifacts.unpacking import _Unpacking
+from rfork.settings import ArtifactSettings, Settings
+from rfork.settings import load as settings_of
+from tests.conftest import StartRfork
+
+# Each process imports torch and its compiler, which takes most of this on a busy machine of two cores.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+READY = r'"event": ?"ready"'
+MODEL = "tiny"
+
+COMPILE = """
+import json, time
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import cpp_builder
+
+runs, run = [], cpp_builder.run_compile_cmd
+def counted(command, *arguments, **named):
+    if ".cpp" in command:  # and not the header that torch looks at each time, whatever its caches hold
+        runs.append(command)
+    return run(command, *arguments, **named)
+cpp_builder.run_compile_cmd = counted
+
+torch.manual_seed(0)
+module = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 16))
+compiled = torch.compile(module)
+began = time.monotonic()
+with torch.inference_mode():
+    value = compiled(torch.ones(4, 64))
+seconds = time.monotonic() - began
+print(json.dumps({
+    "seconds": round(seconds, 2),
+    "sum": float(value.sum()),
+    "fxgraph_cache_hit": counters["inductor"]["fxgraph_cache_hit"],
+    "fxgraph_cache_miss": counters["inductor"]["fxgraph_cache_miss"],
+    "autograd_cache_hit": counters["aot_autograd"]["autograd_cache_hit"],
+    "kernels_compiled": len(runs),
+}))
+"""
+"""What an engine does: compile a module, in a process that knows nothing but its cache's folder."""
+
+UNPACK = """
+import os, signal, sys
+from pathlib import Path
+from rfork.artifacts import stored, unpacking
+from rfork.settings import ArtifactSettings, load
+
+moves, name = [], unpacking.os.rename
+def dies(source, target):
+    if len(moves) == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    moves.append(target)
+    name(source, target)
+unpacking.os.rename = dies
+stored.load(sys.argv[1], artifacts=load(ArtifactSettings, kinds="inductor"))
+"""
+"""Takes a saved cache and is killed when that many entries are in place."""
+
+
+def python(program: str, *arguments: str, cache: Path, code: int = 0) -> str:
+    """The last line that a fresh process prints, whose torch.compile caches there."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert code == done.returncode, done.stderr
+    return (done.stdout.splitlines() or [""])[-1]
+
+
+def compiled(cache: Path) -> dict[str, float]:
+    """What compiling the module took, with that cache."""
+    return cast(dict[str, float], json.loads(python(COMPILE, cache=cache)))
+
+
+def used(told: dict[str, float]) -> tuple[float, ...]:
+    """Hits of both caches, misses, and how many C++ files were compiled."""
+    return tuple(
+        told[name]
+        for name in ("fxgraph_cache_hit", "autograd_cache_hit", "fxgraph_cache_miss", "kernels_compiled")
+    )
+
+
+FROM_CACHE = (1, 1, 0, 0)
+
+
+def told(folder: Path, **more: float) -> ArtifactSettings:
+    return settings_of(ArtifactSettings, kinds="inductor", folders=f"inductor={folder}", settle_s=0, **more)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder but locks."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and "locks" not in path.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    """A cache that torch.compile has filled, and what that took; do not write into it."""
+    if shutil.which("g++") is None:
+        pytest.skip("NO g++ ON PATH: caches of torch.compile are NOT tested")
+    cache = tmp_path_factory.mktemp("caches") / "a"
+    return cache, compiled(cache)
+
+
+@pytest.fixture
+def planner(rfork_process: StartRfork) -> str:
+    """The URL of a planner that knows nobody yet."""
+    process = rfork_process("planner", "--port", "0", "--json", until=READY)
+    return cast(str, json.loads(process.wait_for(rf"^.*{READY}.*$").group())["url"])
+
+
+@pytest.fixture
+def instance(planner: str) -> Settings:
+    return Settings(planner=planner, transports=("http",), drain_s=0.0)
+
+
+def test_a_cache_travels_and_is_used(
+    first: tuple[Path, dict[str, float]],
+    planner: str,
+    rfork_process: StartRfork,
+    tmp_path: Path,
+) -> None:
+    """A third process compiles the module with hits of both caches, and compiles no kernel."""
+    origin, before = first
+    cache = shutil.copytree(origin, tmp_path / "a")
+    environment = {
+        "RFORK_TRANSPORTS": "http",
+        "RFORK_ARTIFACTS_KINDS": "inductor",
+        "RFORK_ARTIFACTS_SETTLE_S": "0",
+    }
+    more = ["--model", MODEL, "--planner", planner, "--json"]
+    rfork_process(
+        "artifacts", "seed", *more, until=READY,
+        environment={**environment, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
+    )  # fmt: skip
+    target = tmp_path / "b"
+    pull = rfork_process(
+        "artifacts", "pull", *more, environment={**environment, "TORCHINDUCTOR_CACHE_DIR": str(target)}
+    )
+    assert 0 == pull.wait()
+    report = json.loads(pull.wait_for(r'^.*"reason".*$').group())
+    assert (None, len(tree(cache)), tree(cache)) == (report["reason"], report["files"], tree(target))
+    # Nothing may be found through the paths that the first process wrote down.
+    shutil.rmtree(cache)
+    after = compiled(target)
+    print(f"torch.compile: {before['seconds']} s, with the cache that travelled {after['seconds']} s")
+    assert (FROM_CACHE, before["sum"]) == (used(after), after["sum"])
+
+
+def test_storage_keeps_a_cache(first: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
+    """Saved to a folder under its key, loaded into another cache, and used."""
+    written, packed = artifacts.save((tmp_path / "s").as_uri(), artifacts=told(first[0]))
+    report = artifacts.load((tmp_path / "s").as_uri(), artifacts=told(tmp_path / "b"))
+    assert (packed.files, written.uri, None) == (report.files, report.source, report.reason)
+    assert FROM_CACHE == used(compiled(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("moves", [0, 1, 3])
+def test_a_process_killed_while_it_unpacks_leaves_a_cache_that_works(
+    first: tuple[Path, dict[str, float]], moves: int, tmp_path: Path
+) -> None:
+    """What is in place is whole; what is not is compiled, or taken by the next, which sweeps the rest."""
+    written, _ = artifacts.save(str(tmp_path / "s"), artifacts=told(first[0]))
+    target = tmp_path / "b"
+    python(UNPACK, written.uri, str(moves), cache=target, code=-signal.SIGKILL)
+    left = {name: content for name, content in tree(target).items() if not name.startswith(".rfork-")}
+    assert left.items() <= tree(first[0]).items()
+    report = artifacts.load(written.uri, artifacts=told(target))
+    assert (len(tree(first[0])) - len(left), len(left)) == (report.files, report.there)
+    assert tree(first[0]) == tree(target)
+    if moves == 1:
+        assert FROM_CACHE == used(compiled(target))
+
+
+def test_a_cache_that_was_cut_short_still_compiles(
+    first: tuple[Path, dict[str, float]], tmp_path: Path
+) -> None:
+    """An engine that starts after the kill, with nobody to take the rest from, gets the right result."""
+    written, _ = artifacts.save(str(tmp_path / "s"), artifacts=told(first[0]))
+    python(UNPACK, written.uri, "2", cache=tmp_path / "b", code=-signal.SIGKILL)
+    assert first[1]["sum"] == compiled(tmp_path / "b")["sum"]
+
+
+def test_two_instances_unpack_at_once(
+    first: tuple[Path, dict[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have staged all files when they begin to move: each file is put in place once, and whole."""
+    written, packed = artifacts.save(str(tmp_path / "s"), artifacts=told(first[0]))
+    both, move = threading.Barrier(2, timeout=30), _Unpacking._move
+
+    def at_once(self: _Unpacking, staging: Path, folder: Path, *, top: bool = False) -> None:
+        if top:
+            both.wait()
+        move(self, staging, folder, top=top)
+
+    monkeypatch.setattr(_Unpacking, "_move", at_once)
+    reports: list[artifacts.ArtifactReport] = []
+
+    def take() -> None:
+        reports.append(artifacts.load(written.uri, artifacts=told(tmp_path / "b")))
+
+    threads = [threading.Thread(target=take) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert tree(first[0]) == tree(tmp_path / "b")
+    assert packed.files == sum(report.files for report in reports)
+    assert packed.files == sum(report.there for report in reports)
+
+
+def test_the_image_with_the_most_files_is_taken(instance: Settings, tmp_path: Path) -> None:
+    """Givers that have compiled different things hold different images; each is one that can be had."""
+    for name, count in (("few", 2), ("many", 3)):
+        for number in range(count):
+            (tmp_path / name / "ab").mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / "ab" / f"{number}.so").write_bytes(bytes(1000))
+    with (
+        artifacts.seed(model=MODEL, settings=instance, artifacts=told(tmp_path / "few")) as one,
+        artifacts.seed(model=MODEL, settings=instance, artifacts=told(tmp_path / "many")) as other,
+    ):
+        assert (True, True) == (one.wait_acknowledged(10), other.wait_acknowledged(10))
+        report = artifacts.fetch(model=MODEL, settings=instance, artifacts=told(tmp_path / "b"))
+    assert (3, None, tree(tmp_path / "many")) == (report.files, report.reason, tree(tmp_path / "b"))
+
+
+def test_another_key_is_no_error_and_is_named(
+    instance: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report says what differs, from a running instance and from storage alike; nothing is written."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "k.so").write_bytes(b"elf")
+    here = artifacts.key_of_here()
+    for room in ("giving", "stored"):
+        monkeypatch.setattr(
+            f"rfork.artifacts.{room}.key_of_here", lambda engine=None: ArtifactKey(gpu="B200")
+        )
+    artifacts.save(str(tmp_path / "s"), artifacts=told(tmp_path / "a"))
+    with artifacts.seed(model=MODEL, settings=instance, artifacts=told(tmp_path / "a")) as giving:
+        assert giving.wait_acknowledged(10)
+        fetched = artifacts.fetch(model=MODEL, settings=instance, artifacts=told(tmp_path / "b"))
+    monkeypatch.setattr("rfork.artifacts.stored.key_of_here", lambda engine=None: here)
+    loaded = artifacts.load(str(tmp_path / "s"), artifacts=told(tmp_path / "b"))
+    for reason in (fetched.reason or "", loaded.reason or ""):
+        assert "only for another machine: gpu: here none, there B200; " in reason
+    assert not (tmp_path / "b").exists()
+
+
+def test_nobody_there_is_a_report(instance: Settings, tmp_path: Path) -> None:
+    """A start goes on without caches, soon, whatever is missing."""
+    nobody = artifacts.fetch(model=MODEL, settings=instance, artifacts=told(tmp_path / "b"))
+    off = artifacts.fetch(model=MODEL, settings=instance, artifacts=settings_of(ArtifactSettings))
+    dead = instance.model_copy(update={"planner": "http://127.0.0.1:1"})
+    gone = artifacts.fetch(model=MODEL, settings=dead, artifacts=told(tmp_path / "b"))
+    empty = artifacts.load(str(tmp_path / "s"), artifacts=told(tmp_path / "b"))
+    assert ["NoSource", "artifacts are off", "PlannerUnreachable", "StorageMissing"] == [
+        (report.reason or "").partition(":")[0] for report in (nobody, off, gone, empty)
+    ]
+
+
+def test_new_files_are_given_by_a_new_seed(instance: Settings, tmp_path: Path) -> None:
+    """What was compiled since is taken by those who come later; nothing new, nothing happens."""
+    (tmp_path / "a").mkdir()
+    giver = artifacts.ArtifactGiver(MODEL, artifacts.key_of_here(), instance, told(tmp_path / "a"))
+    with giver:
+        steps = [giver.refresh()]
+        for name in ("1.so", "2.so"):
+            (tmp_path / "a" / name).write_bytes(name.encode())
+            steps += [giver.refresh(), giver.refresh()]
+        assert giver.seed is not None
+        assert giver.seed.wait_acknowledged(10)
+        report = artifacts.fetch(model=MODEL, settings=instance, artifacts=told(tmp_path / "b"))
+    assert ([False, True, False, True, False], 2) == (steps, report.files)

@@ -1,0 +1,181 @@
+"""Seeds whose weights go away and come back while others read them, over http and transfer_engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+import torch
+
+from rfork.control.lease import LeaseClaims, decode_key, derive_key, sign
+from rfork.image.capture import image_of
+from rfork.image.chunks import MIB
+from rfork.image.memory import Image
+from rfork.seed.seed import Identity, Seed
+from rfork.settings import Settings
+from rfork.transport.base import Transport
+from rfork.transport.http import HttpTransport
+from rfork.transport.transfer_engine import TransferEngineTransport
+from rfork.transport.transfer_engine.library import library_state
+from tests.conftest import StartRfork
+from tests.integration.test_in_place_updates import Fleet, kinds, quarantined
+from tests.integration.weights_node import CHECKPOINT, Node, sha256_of
+
+SIZES = (3 * MIB + 5, 17, 2 * MIB)
+STATE = library_state()
+needs_mooncake = pytest.mark.skipif(bool(STATE.error), reason=f"mooncake cannot be used: {STATE.error}")
+OVER = [
+    "http",
+    pytest.param("transfer_engine", marks=needs_mooncake),
+]
+
+
+@pytest.fixture
+def fleet(rfork_process: StartRfork) -> Iterator[Fleet]:
+    """A planner that knows nobody yet."""
+    with contextlib.ExitStack() as stack:
+        yield Fleet(rfork_process, stack)
+
+
+def slow(transport: str) -> dict[str, str]:
+    """A fork of all 12 MiB takes seconds: time to put away what it reads."""
+    return {
+        "RFORK_TRANSPORTS": transport,
+        "RFORK_UNGUARDED_TCP": "1",
+        "RFORK_EGRESS_RATE": str(2 << 20),
+    }
+
+
+def in_mid_fork(fleet: Fleet, transport: str) -> Node:
+    """A target that has a chunk and lacks others."""
+    target = fleet.node(**slow(transport))
+    target.ask("fork")
+    target.wait_for_chunks(1)
+    return target
+
+
+@pytest.mark.parametrize("transport", OVER)
+def test_the_only_source_is_suspended_in_mid_fork(fleet: Fleet, transport: str) -> None:
+    """Its reader falls back, and nobody is to blame."""
+    seed, _ = fleet.seed(**slow(transport))
+    target = in_mid_fork(fleet, transport)
+    seed.ask("suspend")
+    report = target.ask("report")
+    assert (sha256_of(CHECKPOINT), True) == (report["sha256"], "SourceChanged" in kinds(report))
+    assert {} == quarantined(fleet)
+
+
+@pytest.mark.parametrize("transport", OVER)
+def test_one_of_two_sources_is_suspended_in_mid_fork(fleet: Fleet, transport: str) -> None:
+    """Its reader goes on with the other one, and keeps what it has."""
+    seeds = {name: node for node, name in (fleet.seed(**slow(transport)) for _ in range(2))}
+    target = in_mid_fork(fleet, transport)
+    (view,) = fleet.client.forks(model="weights")
+    read_from = view.plan[0].source_id
+    seeds[read_from].ask("suspend")
+    report = target.ask("report")
+    assert ("forked", sha256_of(1)) == (report["outcome"], report["sha256"])
+    assert set(seeds) - {read_from} <= set(cast(list[str], report["sources"]))
+    assert {} == quarantined(fleet)
+
+
+@pytest.mark.parametrize("transport", OVER)
+def test_a_resumed_seed_gives_what_it_has_now(fleet: Fleet, transport: str) -> None:
+    """From other addresses, to a fork that comes afterwards."""
+    options = {"RFORK_TRANSPORTS": transport, "RFORK_UNGUARDED_TCP": "1"}
+    seed, _ = fleet.seed(**options)
+    seed.ask("suspend")
+    seed.ask("resume", 2)
+    target = fleet.node(**options)
+    target.ask("fork")
+    report = target.ask("report")
+    assert ("forked", sha256_of(2)) == (report["outcome"], report["sha256"])
+
+
+def image_with(value: int) -> Image:
+    return image_of(
+        {f"t{at}": torch.full((size,), value, dtype=torch.uint8) for at, size in enumerate(SIZES)}
+    )
+
+
+def content(image: Image) -> bytes:
+    with image.readable(0, image.layout.image_bytes) as views:
+        return b"".join(views)
+
+
+def token_for(seed: Seed, key: str) -> str:
+    layout_id, until = seed.image.layout.layout_id, time.time() + 60
+    claims = LeaseClaims("fork-1", seed.identity.instance_id, layout_id, None, seed.generation, until)
+    return sign(claims, decode_key(key))
+
+
+def read_all(seed: Seed, transport: Transport, key: str) -> bytes:
+    """What a reader gets that opens a channel now."""
+    token, image = token_for(seed, key), image_with(0)
+    channel, endpoint = seed.open_channel(
+        seed.check(token), image.layout.layout_id, [transport.name], "127.0.0.1"
+    )
+    deadline = time.monotonic() + 60
+    with contextlib.closing(transport.connect(endpoint, image, lambda: token, deadline)) as reader:
+        reader.read(0, image.layout.image_bytes, deadline)
+    seed.close_channel(channel)
+    return content(image)
+
+
+def open_things() -> tuple[list[str], int]:
+    """The threads of this process, by name, and how many descriptors it has."""
+    threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("rfork"))
+    return threads, len(os.listdir("/proc/self/fd"))
+
+
+@needs_mooncake
+def test_twenty_rounds_leave_nothing_behind() -> None:
+    """Each is read over both transports, and gives the right bytes from where they are; nothing piles up."""
+    settings = Settings(unguarded_tcp=True, drain_s=0)
+    transports: list[Transport] = [TransferEngineTransport(settings), HttpTransport(settings)]
+    seed = Seed(image_with(1), Identity("model"), settings, transports)
+    key = derive_key(b"s" * 32, seed.identity.instance_id)
+    seed.learn_keys([key])
+    wrong: list[int] = []
+    seen = []
+    with seed:
+        for number in range(20):
+            value = 2 + number
+            seed.suspend()
+            seen.append(open_things())
+            image = image_with(value)
+            seed.resume(image)
+            wrong += [value for transport in transports if read_all(seed, transport, key) != content(image)]
+    after = open_things()
+    assert ([], []) == (wrong, after[0])
+    # The first rounds may open what stays, such as a log or a thread pool.
+    assert [seen[2]] * 17 == seen[3:]
+
+
+@needs_mooncake
+def test_what_a_suspended_engine_had_registered_is_not_read() -> None:
+    """A reader that stays on its channel gets no byte of what is written there afterwards."""
+    settings = Settings(unguarded_tcp=True, drain_s=0)
+    transport = TransferEngineTransport(settings)
+    image, target = image_with(1), image_with(0)
+    seed = Seed(image, Identity("model"), settings, [transport])
+    key = derive_key(b"s" * 32, seed.identity.instance_id)
+    seed.learn_keys([key])
+    with seed:
+        token = token_for(seed, key)
+        _, endpoint = seed.open_channel(
+            seed.check(token), image.layout.layout_id, ["transfer_engine"], "127.0.0.1"
+        )
+        deadline = time.monotonic() + 60
+        with contextlib.closing(transport.connect(endpoint, target, lambda: token, deadline)) as reader:
+            seed.suspend()
+            for region in image.regions:
+                region.fill_(7)
+            with pytest.raises(Exception, match=r"127\.0\.0\.1"):
+                reader.read(0, image.layout.image_bytes, time.monotonic() + 5)
+    assert 0 == content(target).count(7)

@@ -1,0 +1,180 @@
+"""The parts of the GPU benchmarks that run nothing: sizes, names, rows, and what becomes of who fails."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from benchmarks.disturb_case import Told
+from benchmarks.gpu.case import Field, WrongBytes, dense_shapes, module_of, rows_of, small_shapes, why
+from benchmarks.gpu.disturb import figures as disturb_figures
+from benchmarks.gpu.disturb_crew import Case
+from benchmarks.gpu.packages import ROOT, base, name_of, optional
+from benchmarks.gpu.packages import module_of as imported_as
+from benchmarks.gpu.pull import figures
+from benchmarks.gpu.pull_target import Target, in_turn
+from benchmarks.gpu.run import folder_name
+from rfork.errors import NotOneHost, RforkError
+from rfork.image.capture import capture
+
+MIB = 1 << 20
+
+
+def size_of(shapes: dict[str, tuple[int, ...]]) -> int:
+    """Bytes of bfloat16 tensors."""
+    return sum(2 * math.prod(shape) for shape in shapes.values())
+
+
+@pytest.mark.parametrize("wanted", [16 << 30, 2 << 30, 256 * MIB, 64 * MIB])
+def test_a_dense_image_has_about_the_size_asked_for(wanted: int) -> None:
+    """Within a layer, whatever the width."""
+    assert 0.85 < size_of(dense_shapes(wanted)) / wanted < 1.15
+
+
+@pytest.mark.parametrize(("wanted", "tensors"), [(1 << 30, 20_000), (256 * MIB, 20_000), (8 * MIB, 1024)])
+def test_a_small_image_has_very_many_tensors(wanted: int, tensors: int) -> None:
+    """20,000 of them, but fewer than that where there would be less than a few rows for each."""
+    shapes = small_shapes(wanted)
+    assert tensors == len(shapes)
+    assert 0.85 < size_of(shapes) / wanted < 1.15
+
+
+def test_the_same_bytes_in_every_process() -> None:
+    """Two modules of the same shapes are the same image."""
+    shapes = small_shapes(MIB)
+    one, other = (capture(module_of(shapes, torch.device("cpu"))).manifest().weights_id for _ in range(2))
+    assert one == other
+
+
+def failing(error: Exception) -> float:
+    """A contender that fails."""
+    raise error
+
+
+def test_who_fails_is_a_row_and_disturbs_nobody() -> None:
+    """One that cannot be prepared, one that fails in a round, and one that runs."""
+    field = Field()
+    field.add("absent", lambda: failing(NotOneHost("two hosts", hint="ask http")))  # type: ignore[arg-type, return-value]
+    field.add("fails", lambda: lambda: failing(ModuleNotFoundError("No module", name="kvikio")))
+    field.add("runs", lambda: lambda: 2.0)
+    seconds = field.run(3)
+    assert {"runs": [2.0, 2.0, 2.0]} == seconds
+    rows = rows_of(seconds, {"runs": 4_000_000_000}, field)
+    assert [("runs", ""), ("absent", "two hosts (ask http)"), ("fails", "not installed: kvikio")] == [
+        (row["contender"], row["note"]) for row in rows
+    ]
+    assert 2.0 == rows[0]["GB/s"]
+
+
+def test_wrong_bytes_are_counted() -> None:
+    """They are no result, and never a mere note."""
+    field = Field()
+    field.add("liar", lambda: lambda: failing(WrongBytes("dense")))
+    assert ({}, 1, {"liar": "WRONG BYTES"}) == (field.run(2), field.wrong, field.notes)
+
+
+def test_every_byte_is_compared() -> None:
+    """A copy that copies nothing is found out; one that does is timed."""
+    shapes, cpu = small_shapes(MIB), torch.device("cpu")
+    target = Target("small", shapes, cpu)
+    with pytest.raises(WrongBytes):
+        target.checked(lambda: None)()
+    assert 0 < target.copied(target.original(shapes, cpu))()
+
+
+def test_slow_contenders_run_in_few_rounds() -> None:
+    """Three, after the one that warms up."""
+    field = Field()
+    field.add("slow", lambda: lambda: 1.0, aside=True)
+    assert {"slow": [1.0, 1.0, 1.0]} == field.run(5)
+
+
+def test_only_the_first_line_of_an_error_is_told() -> None:
+    """Another process sends its traceback behind it."""
+    assert "the seed: no" == why(RforkError("the seed: no\nTraceback …"))
+
+
+def test_figures_are_ratios_of_medians() -> None:
+    """Of those that ran, for each place that bytes came from."""
+    seconds = {
+        "dense: cuda_ipc reads": [2.0], "dense: limit: device copy": [1.0, 1.5, 9.0], "dense: digest": [0.5],
+        "small: rfork.load, page cache": [4.0], "small: limit: pinned copy": [2.0],
+    }  # fmt: skip
+    sizes = dict.fromkeys(seconds, 10**12)
+    assert {
+        "gpu_ipc_vs_device_copy": 0.75,
+        "gpu_digest_tb_per_s": 2.0,
+        "gpu_h2d_vs_pinned_small": 0.5,
+    } == figures(seconds, sizes)
+
+
+def test_the_worst_governed_transport_is_the_figure() -> None:
+    """Ungoverned ones and the stand-in for NCCL are told beside it."""
+    cases = [Case("idle", slot=1), Case("idle", slot=2), Case("http", 2), Case("cuda_ipc", 2),
+             Case("http", 2, governed=False), Case("kernel copies", 2)]  # fmt: skip
+    tokens = [100, 100, 90, 80, 50, 10]
+    told = {
+        case.name: Told(tokens=[0.01] * count, seconds=1.0) for case, count in zip(cases, tokens, strict=True)
+    }
+    found = disturb_figures(told, cases)
+    assert (0.8, 0.9, 0.1, 1.0) == (
+        found["gpu_disturb_tokens_per_s"],
+        found["gpu_disturb_tokens_http_governed_2"],
+        found["gpu_disturb_tokens_kernel_copies_2"],
+        found["gpu_disturb_idle_vs_idle"],
+    )
+
+
+def test_every_chunk_is_read_once() -> None:
+    """By several threads, in turn."""
+    chunks = [(index, index + 1) for index in range(50)]
+    read: list[tuple[int, int]] = []
+    in_turn(chunks, read.append)
+    assert chunks == sorted(read)
+
+
+def test_a_read_that_fails_is_raised() -> None:
+    """Not swallowed on its thread."""
+
+    def read(chunk: tuple[int, int]) -> None:
+        raise NotOneHost("no")
+
+    with pytest.raises(NotOneHost):
+        in_turn([(0, 1)], read)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cpu", "cores", "expected"),
+    [
+        (["NVIDIA H100 80GB HBM3"], "AMD EPYC 9554 64-Core Processor", 16, "h100-epyc-16core"),
+        (["NVIDIA A100-SXM4-80GB"] * 8, "Intel(R) Xeon(R) Platinum 8480+", 96, "8xa100-xeon-96core"),
+        (["NVIDIA GeForce RTX 4090"], "AMD Ryzen 9 7950X", 32, "rtx4090-amd-32core"),
+        (["NVIDIA H200"], "Neoverse-V2", 72, "h200-neoverse-72core"),
+        ([], "AMD EPYC", 2, "epyc-2core"),
+    ],
+)
+def test_results_lie_in_a_folder_named_after_the_machine(
+    gpus: list[str], cpu: str, cores: int, expected: str
+) -> None:
+    """GPU, CPU and cores."""
+    assert expected == folder_name(gpus, cpu, cores)
+
+
+def test_what_is_installed_on_an_image_leaves_its_torch() -> None:
+    """Everything that rfork needs but torch, and the Mooncake wheel for the image's CUDA."""
+    assert "torch" not in map(name_of, base())
+    assert {"pydantic", "grpcio", "xxhash"} <= set(map(name_of, base()))
+    assert ["mooncake-transfer-engine-cuda13"] == optional("13.0")[3:]
+    assert ["mooncake-transfer-engine"] == optional("12.6")[3:]
+    assert [] == optional(None)[3:]
+
+
+def test_every_package_is_looked_for_by_its_module() -> None:
+    """The modules of rfork's requirements can be found where they are installed, as here."""
+    from importlib.util import find_spec
+
+    modules = [imported_as(name_of(line)) for line in base()]
+    assert [] == [name for name in modules if find_spec(name) is None]
+    assert (ROOT / "pyproject.toml").exists()

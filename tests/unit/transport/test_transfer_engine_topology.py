@@ -1,0 +1,128 @@
+"""Which RDMA devices are used for a GPU, on machines made of files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rfork.errors import DeviceDown
+from rfork.transport.transfer_engine.topology import Place, chosen, place_of, rdma_devices
+from tests.unit.transport.machines import NO_GID, Nic, build, hgx, two_sockets, virtual
+
+
+def names(sysfs: Path, wanted: str = "", *gpus: str) -> list[str]:
+    places = [place_of(gpu, sysfs) for gpu in gpus]
+    return [device.name for device in chosen(rdma_devices(sysfs), wanted, places)]
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpus", "expected"),
+    [
+        (hgx, ["0000:13:00.0"], ["mlx5_7"]),
+        (hgx, ["0000:83:00.0"], ["mlx5_0"]),
+        (hgx, ["0000:13:00.0", "0000:83:00.0"], ["mlx5_0", "mlx5_7"]),
+        (hgx, [], [f"mlx5_{index}" for index in range(8)]),
+        (two_sockets, ["0000:18:00.0"], ["mlx5_0", "mlx5_1"]),
+        (two_sockets, ["0000:98:00.0"], ["mlx5_2"]),
+        (virtual, ["0000:00:05.0"], ["mlx5_0"]),
+        (two_sockets, ["0000:ff:00.0"], ["mlx5_0", "mlx5_1", "mlx5_2"]),
+    ],
+    ids=[
+        "HGX, first GPU",
+        "HGX, last GPU",
+        "HGX, two GPUs in one image",
+        "HGX, host memory",
+        "two sockets, first",
+        "two sockets, second",
+        "virtual machine",
+        "a GPU that sysfs does not know",
+    ],
+)
+def test_the_nearest_devices_are_used(
+    tmp_path: Path, machine: Callable[[Path], Path], gpus: list[str], expected: list[str]
+) -> None:
+    """Those below the GPU's own switch, else those of its NUMA node, else all; host memory takes all."""
+    assert expected == names(machine(tmp_path), "", *gpus)
+
+
+def test_a_device_that_is_down_leaves_the_next_nearest(tmp_path: Path) -> None:
+    """The card of the GPU's own socket has no link: the other socket's is used."""
+    sysfs = two_sockets(tmp_path)
+    for name in ("mlx5_0", "mlx5_1"):
+        (sysfs / "class" / "infiniband" / name / "ports" / "1" / "state").write_text("1: DOWN\n")
+    assert ["mlx5_2"] == names(sysfs, "", "0000:18:00.0")
+
+
+def test_what_is_asked_for_is_used(tmp_path: Path) -> None:
+    """However far away it is, and in that order."""
+    assert ["mlx5_7", "mlx5_0"] == names(hgx(tmp_path), "mlx5_7, mlx5_0", "0000:13:00.0")
+
+
+@pytest.mark.parametrize(
+    ("nics", "wanted", "said"),
+    [
+        ({}, "", "there is no RDMA device"),
+        ({}, "mlx5_0", "there is no RDMA device mlx5_0 (found: none)"),
+        (
+            {"mlx5_0": Nic("pci0000:00/0000:00:06.0")},
+            "mlx5_1",
+            "there is no RDMA device mlx5_1 (found: mlx5_0)",
+        ),
+        (
+            {
+                "mlx5_0": Nic("pci0000:00/0000:00:06.0", state="1: DOWN"),
+                "mlx5_1": Nic("pci0000:00/0000:00:07.0", state="2: INIT"),
+            },
+            "",
+            "mlx5_0: its port is DOWN; mlx5_1: its port is INIT",
+        ),
+        (
+            {
+                "mlx5_0": Nic("pci0000:00/0000:00:06.0", state="1: DOWN"),
+                "mlx5_1": Nic("pci0000:00/0000:00:07.0"),
+            },
+            "mlx5_0,mlx5_1",
+            "mlx5_0: its port is DOWN",
+        ),
+        (
+            {"mlx5_0": Nic("pci0000:00/0000:00:06.0", link_layer="Ethernet", gids=(NO_GID, NO_GID))},
+            "",
+            "mlx5_0: its port has no address (GID)",
+        ),
+    ],
+    ids=[
+        "none",
+        "none, one named",
+        "another named",
+        "all down",
+        "one of those named down",
+        "RoCE, no address",
+    ],
+)
+def test_without_a_device_it_says_which_and_why(
+    tmp_path: Path, nics: dict[str, Nic], wanted: str, said: str
+) -> None:
+    """DeviceDown, so that the next transport is taken."""
+    with pytest.raises(DeviceDown) as raised:
+        names(build(tmp_path, [], nics), wanted)
+    assert (said, True) == (str(raised.value), bool(raised.value.hint))
+
+
+def test_a_port_over_ethernet(tmp_path: Path) -> None:
+    """RoCE is as good as InfiniBand, once its port has an address."""
+    gids = (NO_GID, "0000:0000:0000:0000:0000:ffff:0a00:0001")
+    nic = Nic("pci0000:00/0000:00:06.0", 1, link_layer="Ethernet", gids=gids)
+    (device,) = rdma_devices(build(tmp_path, [], {"mlx5_0": nic}))
+    assert ("Ethernet", "", "400 Gb/sec (4X NDR)", Place(("pci0000:00", "0000:00:06.0"), 1)) == (
+        device.link_layer,
+        device.fault,
+        device.rate,
+        device.place,
+    )
+
+
+def test_a_machine_without_devices(tmp_path: Path) -> None:
+    """No folder is no device, and an unknown card is nowhere."""
+    assert ((), Place()) == (rdma_devices(tmp_path), place_of("0000:18:00.0", tmp_path))

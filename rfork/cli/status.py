@@ -15,6 +15,8 @@ from rfork.image import ranges
 from rfork.settings import Settings
 from rfork.wire import ForkView, InstanceView, ModelView
 
+MOST_REASONS = 3
+"""Of what went wrong on the way of a fork, the last ones that are shown."""
 WORDS = {"serving": ("seed", "green"), "loading": ("relay", "cyan"), "draining": ("draining", "yellow")}
 
 
@@ -102,6 +104,9 @@ def _line(view: InstanceView, latest: Mapping[str, ForkView]) -> str:
     fork = latest.get(report.instance_id)
     under_way = fork is not None and fork.state in ("planning", "running")
     reason = f"\n[dim]{escaped(fork.reason)}[/]" if fork is not None and under_way and fork.reason else ""
+    if fork is not None and fork.finish is not None:
+        # How it ended says little without what went wrong before.
+        reason = "".join(f"\n[dim]{escaped(line)}[/]" for line in fork.finish.reasons[-MOST_REASONS:])
     return (
         f"[{colour}]{word}[/] {report.instance_id} {escaped(report.model)} "
         f"on {escaped(report.placement.host)} {share:.0%} verified, {len(report.readers)} readers"

@@ -1,0 +1,54 @@
+"""`rfork status`: what the tree of instances and forks says."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from rfork.cli.status import fork_tree
+from rfork.wire import ForkFinish, ForkView, InstanceReport, InstanceView, Placement, Rank
+
+DETOUR = "NotOneHost: the source's socket cannot be reached from here"
+
+
+def instance(instance_id: str) -> InstanceView:
+    """A seed of four chunks."""
+    report = InstanceReport(
+        instance_id=instance_id,
+        model="m",
+        layout_id="0" * 32,
+        image_bytes=4,
+        chunk_count=4,
+        state="serving",
+        verified=((0, 4),),
+        address="a:1",
+        placement=Placement(host="node"),
+    )
+    return InstanceView(report=report, age_s=0.0)
+
+
+def finished(instance_id: str, *reasons: str) -> ForkView:
+    """A fork that has ended, with what went wrong on its way."""
+    finish = ForkFinish(outcome="forked", seconds=1.0, bytes_read=4, reasons=reasons)
+    return ForkView(
+        fork_id="f", instance_id=instance_id, model="m", rank=Rank(), state="finished", finish=finish,
+        age_s=1.0, chunk_count=4, image_bytes=4,
+    )  # fmt: skip
+
+
+def shown(*forks: ForkView) -> str:
+    """The tree of one instance as it is printed on a wide terminal."""
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(fork_tree([instance("a")], forks))
+    return capture.get()
+
+
+def test_a_fork_that_took_another_way_says_why() -> None:
+    """What went wrong on the way stays to be seen once the fork is done."""
+    assert DETOUR in shown(finished("a", DETOUR))
+
+
+def test_of_many_reasons_the_last_are_shown() -> None:
+    """A fork of a bad night does not fill the screen."""
+    text = shown(finished("a", *(f"reason {number}" for number in range(9))))
+    assert [6, 7, 8] == [number for number in range(9) if f"reason {number}" in text]

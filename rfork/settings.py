@@ -263,7 +263,7 @@ class ArtifactSettings(BaseSettings):
     http_port: int = Field(0, ge=0, le=65535, description="port of the http transport that gives them; 0 picks one")
 
     # What others call their folders.
-    home: Path = Field(default_factory=Path.home, description="where caches lie that nothing moves")
+    home: Path = Field(default_factory=lambda: _home(), description="where caches lie that nothing moves")
     xdg_cache_home: Path | None = Field(None, validation_alias="XDG_CACHE_HOME", description="vLLM's, without `VLLM_CACHE_ROOT`")
     triton_cache_dir: Path | None = Field(None, validation_alias="TRITON_CACHE_DIR", description="Triton's")
     triton_home: Path | None = Field(None, validation_alias="TRITON_HOME", description="Triton's, without `TRITON_CACHE_DIR`")
@@ -380,6 +380,14 @@ def own_address() -> str:
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
+
+
+def _home() -> Path:
+    """The user's home; ``~`` where there is none, which is an error only for who needs it."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("~")
 
 
 def _inductor_folder() -> Path:

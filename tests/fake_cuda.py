@@ -86,6 +86,10 @@ class FakeDriver:
     """While it is not set, no copy goes on."""
     queued: threading.Event = field(default_factory=threading.Event)
     """Set once copies have been queued."""
+    streams: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    """Released for each `queue` of copies."""
+    refused_kinds: Sequence[Kind] = ("legacy", "descriptor", "fabric")
+    """Those that `refuses` is for."""
     fails: bool = False
     opened: list[Opened] = field(default_factory=list)
     exports: list[int] = field(default_factory=list)
@@ -126,7 +130,7 @@ class FakeDriver:
         return Handle(f"{os.getpid()}:{found.descriptor}".encode().ljust(HANDLE_BYTES, b"\0"))
 
     def open(self, device: int, kind: Kind, handle: Handle, size: int) -> Opened:
-        if self.refuses is not None:
+        if self.refuses is not None and kind in self.refused_kinds:
             raise DriverError("cuIpcOpenMemHandle_v2", self.refuses, "invalid device context")
         if kind == "descriptor":
             descriptor = os.dup(handle.descriptor or 0)
@@ -180,6 +184,7 @@ class FakeCopies:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         self._driver.queued.set()
+        self._driver.streams.release()
 
     def done(self) -> bool:
         return self._thread is None or not self._thread.is_alive()

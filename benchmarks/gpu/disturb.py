@@ -3,8 +3,8 @@
 A seed process decodes one token after the other (a plain torch decoder of 2.2 GB in bfloat16, static
 key-value cache, each step one CUDA graph; on a CPU 10 MB and no graph) and tells its governor of each step.
 Meanwhile 1 or 2 targets, processes on the same GPU, fork its weights again and again: `rfork.fork` against
-a real planner, every chunk verified, and all bytes compared once more at the end of a slot. They give nothing
-onwards.
+a real planner, every chunk verified, into tensors zeroed before, and all bytes of the last one are
+compared once more at the end of a slot. They give nothing onwards.
 
 - Without MPS the kernels of several processes take turns on a GPU: what targets run to verify is in these
   figures too, as it is where a replica starts beside another one.

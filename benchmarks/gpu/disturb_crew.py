@@ -133,7 +133,7 @@ class TargetProcess:
         self._done = 0
 
     def obey(self, order: Order) -> None:
-        """See `Order`. At `stop` the bytes that came are compared; raises RforkError for what went wrong."""
+        """See `Order`. At `stop` the last fork's bytes are compared; raises RforkError for what is wrong."""
         if order.verb == "start" and order.case is not None:
             self._stopping.clear()
             self._error, self._done = "", 0
@@ -153,9 +153,10 @@ class TargetProcess:
             if case.way == KERNELS:
                 self._copy()
             else:
-                torch._foreach_zero_(list(self._image.regions))
-                settled(self._device)
                 while not self._stopping.is_set():
+                    # Else the bytes of the fork before would be right for one that brings none.
+                    torch._foreach_zero_(list(self._image.regions))
+                    settled(self._device)
                     self._fork(case)
                     self._done += 1
         except (RforkError, OSError, RuntimeError) as error:

@@ -120,7 +120,7 @@ def steps_of(decoder: Decoder, device: torch.device) -> tuple[Callable[[], int],
             token.copy_(decoder.head(line).argmax(-1))
             place.copy_((place + 1) % sizes.context)
 
-    run = step
+    run: Callable[[], None] = step
     graphed = device.type == "cuda"
     if graphed:
         run = _captured(step)
@@ -132,7 +132,20 @@ def steps_of(decoder: Decoder, device: torch.device) -> tuple[Callable[[], int],
     return next_token, graphed
 
 
-def _captured(step: Callable[[], None]) -> Callable[[], None]:
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A captured step. The graph writes to the addresses of the step's tensors, and does not own them: `step`
+    is held as long as it may be replayed."""
+
+    graph: torch.cuda.CUDAGraph
+    step: Callable[[], None]
+
+    def __call__(self) -> None:
+        """Replay it."""
+        self.graph.replay()
+
+
+def _captured(step: Callable[[], None]) -> Captured:
     """The step as one CUDA graph; warmed up on a stream of its own, as torch asks for."""
     aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     aside.wait_stream(torch.cuda.current_stream())
@@ -144,5 +157,4 @@ def _captured(step: Callable[[], None]) -> Callable[[], None]:
     # Others of this process may call CUDA meanwhile: their calls are no part of it.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
-    replay: Callable[[], None] = graph.replay
-    return replay
+    return Captured(graph, step)

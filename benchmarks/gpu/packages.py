@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
-import tomllib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ if has("torch"):
 print(json.dumps(answer))
 """
 
+LAST = "image.pth"
 FOLDERS = (
     "import sys; print(*(p for p in sys.path if p.endswith(('site-packages', 'dist-packages'))), sep='\\n')"
 )
@@ -72,7 +74,9 @@ def ask(python: str, modules: Sequence[str] = ()) -> Found:
 
 
 def base() -> list[str]:
-    """rfork's own requirements, without torch."""
+    """rfork's own requirements, without torch. Needs Python 3.11."""
+    import tomllib
+
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [line for line in project["dependencies"] if name_of(line) != "torch"]
 
@@ -96,10 +100,11 @@ def module_of(package: str) -> str:
     return IMPORTS.get(package, package.replace("-", "_"))
 
 
-def prepared(python: str, *, loaders: bool) -> str:
+def prepared(python: str, until: float, *, loaders: bool) -> str:
     """The interpreter to use: that of a virtual environment over `python`, with all that could be installed.
 
-    `loaders`: other people's as well. One line for each thing that could not.
+    `loaders`: other people's as well. Nothing is begun after `until` (monotonic). One line for each
+    thing that could not.
     `WHEELS` names a folder of wheels to take instead of an index.
     """
     here = ask(python)
@@ -109,33 +114,48 @@ def prepared(python: str, *, loaders: bool) -> str:
     if not ask(python, modules).missing:
         return python
     inside = str(VENV / "bin" / "python")
-    if not Path(inside).exists() and (failed := _over(python)):
+    if not is_made() and (failed := _over(python, _left(until))):
         print(f"no virtual environment over {python}, so nothing is installed: {failed}", flush=True)
         return python
     pins = VENV / "pins.txt"
     pins.write_text(f"torch=={here.torch}\n" if here.torch else "")
     if ask(inside, [module_of(name_of(line)) for line in wanted]).missing:
         print("installing what the image lacks", flush=True)
-        if failed := _pip(inside, pins, wanted, PIP_S):
+        if failed := _pip(inside, pins, wanted, min(PIP_S, _left(until))):
             print(f"not all of rfork's packages can be installed: {failed}", flush=True)
-            _pip(inside, pins, LEAST, PIP_S / 4)
+            _pip(inside, pins, LEAST, min(PIP_S / 4, _left(until)))
             return inside
     for package in extra:
-        if ask(inside, [module_of(package)]).missing and (failed := _pip(inside, pins, [package], PIP_S / 4)):
+        seconds = min(PIP_S / 4, _left(until))
+        if ask(inside, [module_of(package)]).missing and (failed := _pip(inside, pins, [package], seconds)):
             print(f"without {package}: {failed}", flush=True)
     return inside
 
 
-def _over(python: str) -> str:
+def is_made() -> bool:
+    """Whether the virtual environment is whole: what is written last is there."""
+    return any(VENV.glob(f"lib/python*/site-packages/{LAST}"))
+
+
+def _over(python: str, seconds: float) -> str:
     """Make the virtual environment; why not on one line, "" where it is done.
 
-    An image's Python may be in a virtual environment itself, whose packages another does not see.
+    An image's Python may be in a virtual environment itself, whose packages another does not see. One without
+    `ensurepip` (Debian's, without python3-venv) makes half of an environment and fails: then the image's own
+    pip is used. What failed leaves nothing.
     """
-    if failed := _quiet([python, "-m", "venv", "--system-site-packages", str(VENV)], PIP_S):
+    failed = ""
+    for more in ([], ["--without-pip"]):
+        shutil.rmtree(VENV, ignore_errors=True)
+        failed = _quiet([python, "-m", "venv", "--system-site-packages", *more, str(VENV)], seconds)
+        if not failed:
+            break
+    else:
+        shutil.rmtree(VENV, ignore_errors=True)
         return failed
     asked = subprocess.run([python, "-c", FOLDERS], check=True, capture_output=True, text=True).stdout
     for packages in VENV.glob("lib/python*/site-packages"):
-        (packages / "image.pth").write_text(asked)
+        (packages / LAST).write_text(asked)
     return ""
 
 
@@ -146,6 +166,11 @@ def _pip(python: str, pins: Path, requirements: Sequence[str], seconds: float) -
     if wheels := os.environ.get("WHEELS"):
         command += ["--no-index", "--find-links", wheels]
     return _quiet([*command, *requirements], seconds)
+
+
+def _left(until: float) -> float:
+    """Seconds until then; none left is a moment."""
+    return max(0.1, until - time.monotonic())
 
 
 def _quiet(command: Sequence[str], seconds: float) -> str:

@@ -2,8 +2,9 @@
 
 `python -m benchmarks.gpu.run test|bench`, with the image's own Python. Packages that lack are installed
 beside it if an index (or `WHEELS=FOLDER`) has them, and named if not; see `benchmarks.gpu.packages`. The
-benchmarks run in their quick form first and then in full, for `GPU_BENCH_S` seconds in all (480), and leave
-JSON and text in `benchmarks/results/MACHINE`. Runs with the standard library alone.
+benchmarks run in their quick form first and then in full, for `GPU_BENCH_S` seconds in all (370, installing
+included), and leave JSON and text in `benchmarks/results/MACHINE`; what one had said that hit the limit lies
+in `….partial.txt`. Runs with the standard library alone, of Python 3.11 or newer.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ from pathlib import Path
 from benchmarks.gpu.packages import ROOT, TESTS, ask, base, module_of, name_of, prepared
 
 BENCHMARKS = ("pull", "disturb")
-BENCH_S, LEAST_S, END_S, TEST_S = 480.0, 60.0, 15.0, 240.0
+TEST_S, BENCH_S = 170.0, 370.0
+"""Seconds from the start, installing included; with twice `END_S` each, to end what will not, ten minutes."""
+INSTALL_S, LEAST_S, END_S = 110.0, 60.0, 15.0
+OLDEST = (3, 11)
 COLUMNS = "180"
+AS_WARNINGS = ("-W", "default")
+"""torch warns on some images as it is imported (of pynvml), which would be an error here and end all."""
 BARE_OPTIONS = ("-c", os.devnull, "--rootdir", str(ROOT), "--noconftest", "--import-mode=importlib", "-q")
 """pytest without this repository's configuration, which wants plugins that may not be there."""
 IMPORTED = "import importlib.util as u, sys; s = u.spec_from_file_location('it', sys.argv[1]); \
@@ -33,21 +39,29 @@ def main(arguments: Sequence[str]) -> int:
     if list(arguments) not in (["test"], ["bench"]):
         print("python -m benchmarks.gpu.run test|bench")
         return 2
+    if sys.version_info[:2] < OLDEST:
+        told = ".".join(map(str, sys.version_info[:2]))
+        print(f"{sys.executable} is {told}: it needs Python {OLDEST[0]}.{OLDEST[1]}")
+        return 1
+    testing = arguments[0] == "test"
+    until = time.monotonic() + (TEST_S if testing else float(os.environ.get("GPU_BENCH_S", BENCH_S)))
     device = os.environ.get("DEVICE", "cuda")
     if device == "cuda" and not ask(sys.executable).gpus:
         seen = ask(sys.executable).torch
         why = f"torch {seen} finds no CUDA device" if seen else "it has no torch"
         print(f"{sys.executable}: {why}; name another with make PYTHON=/path/to/python")
         return 1
-    python = prepared(sys.executable, loaders=arguments[0] == "bench")
-    return test(python) if arguments[0] == "test" else bench(python, device)
+    installed_by = min(time.monotonic() + INSTALL_S, until - LEAST_S)
+    python = prepared(sys.executable, installed_by, loaders=not testing)
+    return test(python, until) if testing else bench(python, device, until)
 
 
-def test(python: str) -> int:
-    """tests/gpu: all of it, or the files that can be imported with what is there."""
+def test(python: str, until: float) -> int:
+    """tests/gpu: all, or the files that can be imported with what is there; ended at `until` (monotonic)."""
     lacking = ask(python, [module_of(name_of(line)) for line in [*TESTS, *base()]]).missing
     if not lacking:
-        return call([python, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu"], TEST_S)
+        command = [python, "-m", "pytest", *AS_WARNINGS, "-q", "-m", "gpu", "tests/gpu"]
+        return call(command, until - time.monotonic())
     print(f"missing: {', '.join(lacking)}")
     if "pytest" in lacking:
         print("without pytest no test can run here")
@@ -55,7 +69,7 @@ def test(python: str) -> int:
     files = [path for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")) if importable(python, path)]
     if not files:
         return 1
-    return call([python, "-m", "pytest", *BARE_OPTIONS, *map(str, files)], TEST_S)
+    return call([python, "-m", "pytest", *BARE_OPTIONS, *map(str, files)], until - time.monotonic())
 
 
 def importable(python: str, path: Path) -> bool:
@@ -66,15 +80,14 @@ def importable(python: str, path: Path) -> bool:
     return done.returncode == 0
 
 
-def bench(python: str, device: str) -> int:
-    """Both benchmarks, quick and then in full as far as there is time."""
+def bench(python: str, device: str, until: float) -> int:
+    """Both benchmarks, quick and then in full as far as there is time, `until` (monotonic)."""
     lacking = ask(python, [module_of(name_of(line)) for line in base()]).missing
     if lacking:
         print(f"the benchmarks cannot run here; missing: {', '.join(lacking)}")
         return 1
     folder = Path(os.environ.get("RESULTS") or ROOT / "benchmarks" / "results" / machine_folder(python))
     folder.mkdir(parents=True, exist_ok=True)
-    until = time.monotonic() + float(os.environ.get("GPU_BENCH_S", BENCH_S))
     failed = 0
     for quick in (True, False):
         for name in BENCHMARKS:
@@ -91,7 +104,10 @@ def bench(python: str, device: str) -> int:
 
 
 def call(command: Sequence[str], seconds: float, keep: Path | None = None) -> int:
-    """Run it for so long at most, with all it started; its status. `keep` gets its output."""
+    """Run it for so long at most, with all it started; its status.
+
+    `keep` gets its output; where it fails or is ended, ``….partial.txt`` beside it does.
+    """
     surroundings = {**os.environ, "COLUMNS": COLUMNS, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command,
@@ -102,15 +118,17 @@ def call(command: Sequence[str], seconds: float, keep: Path | None = None) -> in
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=seconds)
+        output, _ = process.communicate(timeout=max(0.0, seconds))
     except subprocess.TimeoutExpired:
         print(f"{' '.join(command[1:4])}: ended, it took more than {seconds:.0f} s")
-        output = ""
+        _end(process)
+        output, _ = process.communicate()  # all that wrote is gone
     finally:
         _end(process)
-    if keep and process.returncode == 0:
-        keep.write_text(output)
     if keep:
+        partial = keep.with_suffix(".partial.txt")
+        partial.unlink(missing_ok=True)
+        (keep if process.returncode == 0 else partial).write_text(output)
         print(output, end="", flush=True)
     return process.returncode
 

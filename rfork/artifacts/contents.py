@@ -8,19 +8,22 @@ document: the key, where each kind lay, and of each file whether it is a program
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Final, Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rfork.artifacts.key import ArtifactKey
 from rfork.artifacts.kinds import KIND_NAME, Kind
 from rfork.artifacts.names import META, trouble_with
+from rfork.artifacts.relocation import is_group, lacking
 from rfork.errors import SourceCorrupt
 from rfork.image.layout import Layout
 from rfork.image.memory import Image
 from rfork.image.specs import TensorSpec
 
-LONGEST_META: Final = 256 << 20
+META_BYTES, META_BYTES_A_FILE = 64 << 10, 1280
+"""Most bytes of that document: of the key and the places, and of each file."""
 _Mtime = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
@@ -42,7 +45,7 @@ def check_layout(layout: Layout, kinds: Mapping[str, Kind], most_files: int, mos
     """
     if layout.image_bytes > most_bytes:
         raise SourceCorrupt(
-            f"{layout.image_bytes} bytes of artifacts, RFORK_ARTIFACTS_MOST_BYTES are {most_bytes}"
+            f"{layout.image_bytes} bytes of artifacts, larger than RFORK_ARTIFACTS_MOST_BYTES ({most_bytes})"
         )
     if len(layout.tensors) > most_files + 1:
         raise SourceCorrupt(
@@ -64,6 +67,8 @@ def check_layout(layout: Layout, kinds: Mapping[str, Kind], most_files: int, mos
             raise SourceCorrupt(f"artifacts hold two files of the name {spec.name!r}")
         names.add(spec.name)
         if spec.name == META:
+            if length > META_BYTES + META_BYTES_A_FILE * (len(layout.tensors) - 1):
+                raise SourceCorrupt(f"what the artifacts are takes {length} bytes to say")
             continue
         name, slash, path = spec.name.partition("/")
         kind = kinds.get(name) or Kind(name, lambda told: told.home)
@@ -82,8 +87,6 @@ def check_layout(layout: Layout, kinds: Mapping[str, Kind], most_files: int, mos
 def told_of(image: Image) -> Told:
     """What an image says of itself; its layout was checked. Raises SourceCorrupt."""
     spec = next(spec for spec in image.layout.tensors if spec.name == META)
-    if spec.shape[0] > LONGEST_META:
-        raise SourceCorrupt(f"what the artifacts are takes {spec.shape[0]} bytes to say")
     try:
         told = Told.model_validate_json(bytes_of(image, spec))
     except ValidationError as error:
@@ -91,6 +94,21 @@ def told_of(image: Image) -> Told:
     if told.files.keys() != {spec.name for spec in image.layout.tensors if spec.name != META}:
         raise SourceCorrupt("the artifacts are not the files that they are said to be")
     return told
+
+
+def check_groups(image: Image) -> None:
+    """Refuse a group of Triton that came without one of its files: an engine that finds it does not start.
+
+    Its layout was checked. Raises SourceCorrupt.
+    """
+    beside: dict[str, set[str]] = {}
+    for spec in image.layout.tensors:
+        folder, _, name = spec.name.rpartition("/")
+        beside.setdefault(folder, set()).add(name)
+    for spec in image.layout.tensors:
+        folder, _, name = spec.name.rpartition("/")
+        if is_group(name) and (lacks := lacking(Path(spec.name), bytes_of(image, spec), beside[folder])):
+            raise SourceCorrupt(f"the group {spec.name!r} lacks {lacks!r}")
 
 
 def key_in(told: Told) -> ArtifactKey:

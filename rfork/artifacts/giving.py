@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rfork import settings as options
 from rfork.artifacts.key import ArtifactKey, key_of_here, name_of
 from rfork.artifacts.kinds import places
-from rfork.artifacts.packing import Packed, pack
+from rfork.artifacts.packing import PASSING, Packed, found_in, pack
 from rfork.control.client import PlannerClient
 from rfork.errors import SettingsError, StorageMissing
 from rfork.logs import logger
@@ -19,6 +19,8 @@ from rfork.transport.choice import choose
 
 log = logger(__name__)
 
+Listing = frozenset[tuple[str, int, int]]
+"""Name, size in bytes, and time of change of each file."""
 OFF = "artifacts are off"
 HOW = "they are programs: name those that you trust the fleet with in RFORK_ARTIFACTS_KINDS (or all)"
 
@@ -43,6 +45,7 @@ class ArtifactGiver:
         self._settings = settings.model_copy(update=ports)
         self._artifacts = artifacts
         self._seed: Seed | None = None
+        self._listed: Listing | None = None
 
     @property
     def seed(self) -> Seed | None:
@@ -52,11 +55,22 @@ class ArtifactGiver:
     def refresh(self) -> bool:
         """Pack again, and give that where it is not what is given already; whether it is new.
 
-        Takes as long as `ArtifactSettings.settle_s` and reading all files. Raises what starting a seed does.
+        Takes as long as `ArtifactSettings.settle_s` and reading all files, where any is another or changed
+        since the last time. Raises what starting a seed does.
         """
+        listed = frozenset(found[2:] for place in self._places for found in found_in(place))
+        if listed == self._listed:
+            return False
         packed = pack(self._places, self._key, self._artifacts)
         if packed is None:
             return False
+        given = self._give(packed)
+        # What was left out for being at work may be done the next time, and look the same.
+        self._listed = None if PASSING & packed.left_out.keys() else listed
+        return given
+
+    def _give(self, packed: Packed) -> bool:
+        """Give that where it is not what is given already; whether it is new."""
         manifest = seal(packed.image)
         before = self._seed
         if before is not None and before.manifest is not None:

@@ -27,6 +27,7 @@ NEVER: Final = (
 )  # fmt: skip
 """Names of files and folders that are left out everywhere: locks, files that are being written, logs."""
 ALL: Final = "all"
+OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 KIND_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
@@ -36,7 +37,8 @@ class Kind:
 
     `bound`: its entries hold absolute paths, so it is only taken where it lies at the same place. `whole`: a
     folder that has files already is one unit, into which no other files are mixed. `last`: top folders that
-    refer to the others, so that they are put in place after them.
+    refer to the others, so that they are put in place after them. `holds_entries`: folders that are no entry
+    but hold some (``*`` is any one name); see `entry_of`.
     """
 
     name: str
@@ -45,6 +47,19 @@ class Kind:
     bound: bool = False
     whole: bool = False
     last: tuple[str, ...] = ()
+    holds_entries: tuple[str, ...] = ()
+
+    def entry_of(self, path: str) -> str:
+        """The entry that a file is a part of, which travels whole or not at all: what one compilation wrote.
+
+        It is the top folder, or the first one below folders that hold entries. A file in none is one itself.
+        """
+        parts = path.split("/")
+        held = [pattern.split("/") for pattern in self.holds_entries]
+        depth = 1
+        while depth < len(parts) and any(_fits(parts[:depth], names) for names in held):
+            depth += 1
+        return "/".join(parts[:depth])
 
     def leaves_out(self, part: str) -> bool:
         """Whether a file or folder of that name stays where it is."""
@@ -69,8 +84,10 @@ class Place:
         if not stat.S_ISDIR(found.st_mode):
             return "it is no folder"
         # What somebody else can put into a folder of programs must not be spread.
-        if os.geteuid() and found.st_uid not in (0, os.geteuid()):
+        if found.st_uid != os.geteuid():
             return f"it belongs to another user ({found.st_uid})"
+        if found.st_mode & OTHERS_WRITE and not found.st_mode & stat.S_ISVTX:
+            return f"others can write to it (mode {stat.S_IMODE(found.st_mode):o}): chmod go-w"
         return None
 
 
@@ -86,6 +103,7 @@ KINDS: Final = {
             lambda told: told.torchinductor_cache_dir,
             never=("precompiled_headers",),
             last=("fxgraph", "aotautograd"),
+            holds_entries=("fxgraph", "fxgraph/*", "aotautograd", "triton", "triton/*"),
         ),
         # Ninja's files name sources, headers and outputs by absolute paths.
         Kind(
@@ -93,15 +111,27 @@ KINDS: Final = {
             lambda told: (told.flashinfer_workspace_base or told.home) / ".cache" / "flashinfer",
             bound=True,
             whole=True,
+            holds_entries=("*", "*/*", "*/*/*"),  # release/architecture/cached_ops/operation
         ),
-        Kind("deep_gemm", lambda told: told.dg_jit_cache_dir or told.home / ".deep_gemm", whole=True),
+        Kind(
+            "deep_gemm",
+            lambda told: told.dg_jit_cache_dir or told.home / ".deep_gemm",
+            whole=True,
+            holds_entries=("cache",),
+        ),
         Kind(
             "sglang_deep_gemm",
             lambda told: told.sglang_dg_cache_dir or told.home / ".cache" / "deep_gemm",
             whole=True,
+            holds_entries=("cache",),
         ),
         # Saved graphs are found again by absolute paths: https://github.com/vllm-project/vllm/issues/52154
-        Kind("vllm", lambda told: _vllm(told) / "torch_compile_cache", bound=True),
+        Kind(
+            "vllm",
+            lambda told: _vllm(told) / "torch_compile_cache",
+            bound=True,
+            holds_entries=("torch_aot_compile",),
+        ),
         Kind(
             "sglang",
             lambda told: (told.sglang_cache_dir or told.home / ".cache" / "sglang") / "torch_compile_cache",
@@ -144,7 +174,18 @@ def _place(name: str, moved: Path | None, settings: ArtifactSettings) -> Place:
         # Nothing is known of it, so nothing is presumed.
         kind = Kind(name, lambda told: Path(), bound=True, whole=True)
     folder = moved if moved is not None else kind.folder(settings)
-    return Place(kind, Path(os.path.abspath(folder.expanduser())))
+    try:
+        folder = folder.expanduser()
+    except RuntimeError:
+        raise SettingsError(
+            f"{kind.name}: {folder}: no home is known of that user",
+            hint="set HOME, or name its folder (RFORK_ARTIFACTS_FOLDERS)",
+        ) from None
+    return Place(kind, Path(os.path.abspath(folder)))
+
+
+def _fits(parts: list[str], names: list[str]) -> bool:
+    return len(parts) == len(names) and all(map(fnmatchcase, parts, names))
 
 
 def _vllm(told: ArtifactSettings) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import time
@@ -17,7 +18,7 @@ from rfork.artifacts.contents import Told
 from rfork.artifacts.key import ArtifactKey
 from rfork.artifacts.kinds import Kind, Place
 from rfork.artifacts.names import META, trouble_with
-from rfork.artifacts.relocation import portable
+from rfork.artifacts.relocation import lacking, portable
 from rfork.image.capture import image_of, natural
 from rfork.image.memory import Image
 from rfork.logs import logger
@@ -27,6 +28,10 @@ log = logger(__name__)
 
 READ_AT_ONCE: Final = 1 << 20
 EXECUTABLE: Final = 0o111
+YOUNG, CHANGED, NO_FILES = "changed just now", "changed while it was read", "a group without its files"
+PASSING: Final = frozenset({YOUNG, CHANGED, NO_FILES})
+"""Why files are left out that may be whole a moment later."""
+LONGEST_FACTS: Final = len(f":[false,{(1 << 63) - 1}],")
 
 
 class FoundFile(NamedTuple):
@@ -82,52 +87,109 @@ def pack(places: Sequence[Place], key: ArtifactKey, settings: ArtifactSettings) 
 
     A file that was changed less than `settings.settle_s` ago may still be written: it is waited for once, and
     what is younger then is left out, as is one that changes while it is read. So is what goes beyond
-    `most_bytes` or `most_files`. Takes the bytes of all files in memory.
+    `most_bytes` (what the image says of its files included) or `most_files`, and a group without its files.
+    With a file its whole entry is left out (`Kind.entry_of`). Takes the bytes of all files in memory, and
+    while it packs those of the largest entry once more.
     """
     left_out: Counter[str] = Counter()
     wait_until_settled(places, settings.settle_s)
-    chosen: list[FoundFile] = []
-    total = 0
+    told = Told(key=asdict(key), places={place.kind.name: str(place.folder) for place in places}, files={})
+    packing = _Packing(settings, len(told.model_dump_json().encode()), left_out)
     newest = time.time_ns() - round(settings.settle_s * 1e9)
+    entries: list[list[FoundFile]] = []
     for place in places:
-        for found in found_in(place, left_out):
-            if settings.settle_s and found.mtime_ns > newest:
-                left_out["changed just now"] += 1
-            elif len(chosen) >= settings.most_files or total + found.size > settings.most_bytes:
-                left_out["too many or too large"] += 1
-            else:
-                chosen.append(found)
-                total += found.size
+        for entry in _entries(place, left_out):
+            if settings.settle_s and (young := sum(found.mtime_ns > newest for found in entry)):
+                left_out[YOUNG] += young
+                packing.drop(len(entry) - young)
+            elif packing.fits(entry):
+                entries.append(entry)
     # In the order of the image, so that it is one run of memory.
-    chosen.sort(key=lambda found: natural(found.name))
-    buffer = torch.empty(total, dtype=torch.uint8)
-    tensors: dict[str, torch.Tensor] = {}
-    files: dict[str, tuple[bool, int]] = {}
-    at = 0
-    for found in chosen:
-        whole = _whole(found)
-        if whole is None:
-            left_out["changed while it was read"] += 1
-            continue
-        content, executable, mtime_ns = whole
-        content = portable(found.path, content)
-        tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else buffer[:0]
-        if at + len(content) <= total:
-            tensor = buffer[at : at + len(content)].copy_(tensor)
-        tensors[found.name] = tensor
-        files[found.name] = executable, mtime_ns
-        at += len(content)
+    entries.sort(key=lambda entry: natural(entry[0].name))
+    for entry in entries:
+        packing.add(entry)
     if left_out:
         log.info("artifacts left out", **{why.replace(" ", "_"): count for why, count in left_out.items()})
-    if not tensors:
+    if not packing.files:
         return None
-    told = Told(
-        key=asdict(key),
-        places={place.kind.name: str(place.folder) for place in places},
-        files=files,
-    )
-    tensors[META] = torch.frombuffer(bytearray(told.model_dump_json().encode()), dtype=torch.uint8)
-    return Packed(image_of(tensors), len(files), at, dict(left_out))
+    told = told.model_copy(update={"files": packing.files})
+    packing.tensors[META] = torch.frombuffer(bytearray(told.model_dump_json().encode()), dtype=torch.uint8)
+    return Packed(image_of(packing.tensors), len(packing.files), packing.bytes, dict(left_out))
+
+
+class _Packing:
+    """The image as it grows, entry by entry. `said` bytes are needed to say what it is without its files."""
+
+    def __init__(self, settings: ArtifactSettings, said: int, left_out: Counter[str]) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.files: dict[str, tuple[bool, int]] = {}
+        self.bytes = 0
+        self._most_files = settings.most_files
+        self._room = settings.most_bytes - said
+        self._left_out = left_out
+        self._chosen = self._total = self._cost = 0
+        self._buffer: torch.Tensor | None = None
+
+    def fits(self, entry: Sequence[FoundFile]) -> bool:
+        """Whether there is room for it, which it then has; it is counted as left out else."""
+        cost = sum(found.size + _said_of(found.name) for found in entry)
+        if self._chosen + len(entry) > self._most_files or self._cost + cost > self._room:
+            beyond = max(1, sum(found.size + _said_of(found.name) > self._room for found in entry))
+            self._left_out["too many or too large"] += beyond
+            self.drop(len(entry) - beyond)
+            return False
+        self._chosen += len(entry)
+        self._cost += cost
+        self._total += sum(found.size for found in entry)
+        return True
+
+    def drop(self, others: int) -> None:
+        """So many files stay because another one of their entry does."""
+        if others:
+            self._left_out["of the same entry"] += others
+
+    def add(self, entry: Sequence[FoundFile]) -> None:
+        """Read it, and take it if it is whole; after all were asked for by `fits`."""
+        contents: list[tuple[FoundFile, bytes, bool, int]] = []
+        beside: dict[Path, set[str]] = {}
+        for found in entry:
+            beside.setdefault(found.path.parent, set()).add(found.path.name)
+        for found in entry:
+            whole = _whole(found)
+            if whole is None:
+                self._left_out[CHANGED] += 1
+                return self.drop(len(entry) - 1)
+            if lacking(found.path, whole[0], beside[found.path.parent]) is not None:
+                self._left_out[NO_FILES] += 1
+                return self.drop(len(entry) - 1)
+            # It holds names where it held paths, so it is no longer than before.
+            content = portable(found.path, whole[0])
+            contents.append((found, content if len(content) <= found.size else whole[0], *whole[1:]))
+        if self._buffer is None:
+            self._buffer = torch.empty(self._total, dtype=torch.uint8)
+        for found, content, executable, mtime_ns in contents:
+            tensor = self._buffer[self.bytes : self.bytes + len(content)]
+            if content:
+                tensor.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+            self.tensors[found.name] = tensor
+            self.files[found.name] = executable, mtime_ns
+            self.bytes += len(content)
+        return None
+
+
+def _entries(place: Place, left_out: Counter[str]) -> Iterator[list[FoundFile]]:
+    """The files of a place, entry by entry, each in the order of the image."""
+    entries: dict[str, list[FoundFile]] = {}
+    for found in found_in(place, left_out):
+        entry = place.kind.entry_of(found.name.partition("/")[2])
+        entries.setdefault(entry, []).append(found)
+    for files in entries.values():
+        yield sorted(files, key=lambda found: natural(found.name))
+
+
+def _said_of(name: str) -> int:
+    """Most bytes that the image takes to say what a file is."""
+    return len(json.dumps(name, ensure_ascii=False).encode()) + LONGEST_FACTS
 
 
 def wait_until_settled(places: Sequence[Place], settle_s: float) -> None:

@@ -1,7 +1,9 @@
 """Triton's groups: the one file in its cache that holds absolute paths, made to fit where it is put.
 
 ``__grp__NAME.json`` is ``{"child_paths": {FILE: PATH}}`` (`triton/runtime/cache.py`); all files of a group
-lie beside it, and a path that does not exist is a miss. On its way it holds each file's bare name.
+lie beside it. Triton leaves out paths that do not exist, takes the group for a hit where that of the metadata
+is left, and fails on the binary that is not: so a group only travels, and is only taken, with all its
+files. On its way it holds each file's bare name.
 Runs on both sides.
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -49,6 +52,12 @@ def placed(path: Path, content: bytes) -> bytes:
     if any(child != name for name, child in children.items()):
         return content
     return json.dumps({**group, CHILDREN: {name: str(path.parent / name) for name in children}}).encode()
+
+
+def lacking(path: Path, content: bytes, there: Collection[str]) -> str | None:
+    """A file of the group at `path` that is not among the names `there` beside it, if any. On both sides."""
+    told = _parsed(path.name, content)
+    return min((child for child in told[1] if child not in there), default=None) if told else None
 
 
 def _parsed(name: str, content: bytes) -> tuple[dict[str, JsonValue], dict[str, str]] | None:

@@ -22,6 +22,8 @@ from rfork.logs import logger
 log = logger(__name__)
 
 SUFFIX: Final = ".tmp"
+OWN: Final = 0o755
+"""Whatever the umask: a folder that others can write to would be passed over from then on."""
 ATTEMPTS: Final = 20
 OLD_S: Final = 24 * 3600.0
 """Where folders cannot be locked, one of this age has nobody at work in it."""
@@ -30,7 +32,7 @@ OLD_S: Final = 24 * 3600.0
 @contextlib.contextmanager
 def staged(folder: Path) -> Iterator[Path]:
     """A new folder in `folder`, which is made if need be, for the length of the block. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=OWN, parents=True, exist_ok=True)
     for _ in range(ATTEMPTS):
         made = Path(tempfile.mkdtemp(prefix=STAGING, suffix=SUFFIX, dir=folder))
         lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -58,13 +60,13 @@ def sweep(folder: Path) -> int:
         except OSError:
             continue
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        except OSError:
-            if time.time() - os.fstat(lock).st_mtime < OLD_S:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 continue
-        else:
+            except OSError:
+                if time.time() - os.fstat(lock).st_mtime < OLD_S:
+                    continue
             swept += 1
             shutil.rmtree(left, ignore_errors=True)
         finally:

@@ -13,8 +13,9 @@ from rfork.artifacts.key import ArtifactKey, key_of_here, name_of
 from rfork.artifacts.kinds import places
 from rfork.artifacts.packing import Packed, pack
 from rfork.artifacts.report import ArtifactReport
-from rfork.artifacts.taking import check, other_keys, place_image
+from rfork.artifacts.taking import LEAST_S, check, other_keys, place_image
 from rfork.errors import (
+    DeadlinePassed,
     RforkError,
     SettingsError,
     SourceCorrupt,
@@ -25,10 +26,12 @@ from rfork.errors import (
 )
 from rfork.image.arena import allocate
 from rfork.image.capture import image_of
+from rfork.image.memory import Image
 from rfork.image.safetensors_header import layout_of
 from rfork.logs import logger
 from rfork.seed.holding import seal
 from rfork.settings import ArtifactSettings, StorageSettings
+from rfork.storage.attempt import Attempt
 from rfork.storage.location import Location
 from rfork.storage.snapshots.files import is_file, open_files, place_of
 from rfork.storage.snapshots.snapshot import Snapshot
@@ -104,21 +107,42 @@ def load(
     key = key_of_here(engine)
     report = replace(report, key=key.id)
     named = uri_of(uri, key)
-    try:
+    deadline = began + told.deadline_s
+    left = max(deadline - time.monotonic(), LEAST_S)
+    bounded = chosen.model_copy(update={"timeout_s": min(chosen.timeout_s, left)})
+
+    def read() -> tuple[Image, str]:
         folder, name = place_of(named)
         try:
-            files = open_files(folder, name, chosen)
+            files = open_files(folder, name, bounded)
         except StorageMissing as missing:
-            others = _others(folder, key, chosen) if not is_file(uri) else ""
+            others = _others(folder, key, bounded) if not is_file(uri) else ""
             raise StorageMissing(f"{missing}; {others}" if others else str(missing)) from None
         layout = layout_of(files.head)
-        with closing(Snapshot(files, layout, chosen)) as snapshot:
+        with closing(Snapshot(files, layout, bounded)) as snapshot:
             check(told, wanted)(layout)
             _, tensors = allocate(layout)
             image = image_of(tensors)
-            snapshot.fill(image, progress=progress)
-            source = replace(report, source=snapshot.uri)
-        report = place_image(image, wanted, key, told, began + told.deadline_s, source)
+            snapshot.fill(image, progress=arrived)
+            return image, snapshot.uri
+
+    def arrived(count: int) -> None:
+        if time.monotonic() > deadline:
+            raise DeadlinePassed(over)
+        if progress is not None:
+            progress(count)
+
+    over = f"the {told.deadline_s:g} s for taking artifacts are over"
+    try:
+        # Storage may hang for longer than is left: then the read is left behind, with its memory.
+        reading = Attempt(named, read, lambda _: None)
+        try:
+            image, source = reading.result(deadline)
+        except StorageError:
+            if time.monotonic() >= deadline:
+                raise DeadlinePassed(over) from None
+            raise
+        report = place_image(image, wanted, key, told, deadline, replace(report, source=source))
     except SourceCorrupt as error:
         wrong = StorageCorrupt(f"{named}: {error}")
         report = replace(report, reason=f"{wrong.kind}: {wrong}")

@@ -11,14 +11,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rfork import settings as options
-from rfork.artifacts.contents import check_layout, key_in, told_of
+from rfork.artifacts.contents import check_groups, check_layout, key_in, told_of
 from rfork.artifacts.giving import HOW, OFF, client
 from rfork.artifacts.key import ArtifactKey, key_of_here, key_of_name, name_of, prefix_of
 from rfork.artifacts.kinds import KINDS, Place, places
 from rfork.artifacts.report import ArtifactReport
-from rfork.artifacts.unpacking import unpack
+from rfork.artifacts.unpacking import Unpacked, unpack
 from rfork.control.client import PlannerClient
-from rfork.errors import LayoutMismatch, NoSource, RforkError, SettingsError, UserError
+from rfork.errors import (
+    DeadlinePassed,
+    LayoutMismatch,
+    NoSource,
+    RforkError,
+    SettingsError,
+    StorageError,
+    UserError,
+)
 from rfork.fork.fetching import CheckLayout, fetch_reported
 from rfork.fork.progress import OnProgress
 from rfork.fork.report import short
@@ -29,6 +37,8 @@ from rfork.wire import InstanceReport
 
 log = logger(__name__)
 
+LEAST_S = 0.1
+"""A time that is over is given as so many seconds to what must have some."""
 MOST_HOLDERS = 3
 """Images that are tried one after the other: each holds other files, and any of them helps."""
 
@@ -79,21 +89,28 @@ def place_image(
 ) -> ArtifactReport:
     """Unpack an image whose bytes are right, from wherever it came: checked for what it says it is.
 
-    Raises SourceCorrupt for one that is no image of artifacts, LayoutMismatch for one of another key, and
-    what `unpack` raises.
+    What fails on this side's disk, or is over before all is in place, is the report's reason: another source
+    would not help. Raises SourceCorrupt for what is no image of artifacts, LayoutMismatch for one of another
+    key.
     """
     check(settings, wanted)(image.layout)
     told = told_of(image)
     if differences := key.differences(key_in(told)):
         raise LayoutMismatch(f"these artifacts were made for another machine: {'; '.join(differences)}")
-    done = unpack(image, told, wanted, deadline)
+    check_groups(image)
+    done, failed = Unpacked(), ""
+    try:
+        unpack(image, told, wanted, deadline, done)
+    except (StorageError, DeadlinePassed) as error:
+        failed = f"{error.kind}: {error}"
     return replace(
         report,
         files=done.files,
         bytes=done.bytes,
         there=done.there,
         kept=done.kept,
-        reason="; ".join(done.passed_over) or None,
+        source=report.source if done.files or not failed else None,
+        reason="; ".join(filter(None, (failed, *done.passed_over))) or None,
     )
 
 
@@ -126,7 +143,8 @@ def _fetch(
         raise SettingsError("no planner is set", hint="set RFORK_PLANNER or pass planner=")
     report = ArtifactReport(model, key.id)
     deadline = began + told.deadline_s
-    with _connect(settings) as planner:
+    left = max(deadline - time.monotonic(), LEAST_S)
+    with _connect(_bounded(settings, left)) as planner:
         holders = _holders(planner, model, key, told.most_bytes)
     last: RforkError | None = None
     for holder in holders:
@@ -155,12 +173,17 @@ def _image(
 
 
 def _bounded(settings: Settings, left: float) -> Settings:
-    """Settings of a fork that may take so many seconds, and leaves the weights' own ports and spool alone."""
+    """Settings of a fork that may take so many seconds, and leaves the weights' own ports and spool alone.
+
+    Programs are always verified, whatever the settings say of weights.
+    """
     return settings.model_copy(
         update={
             "deadline_s": left,
             "patience_s": min(settings.patience_s, left),
             "stall_s": min(settings.stall_s, left),
+            "planner_timeout_s": min(settings.planner_timeout_s, left),
+            "verify": True,
             "resume": None,
             "peer_port": 0,
             "http_port": 0,
@@ -178,7 +201,13 @@ def _holders(planner: PlannerClient, model: str, key: ArtifactKey, most_bytes: i
         and view.report.weights_id is not None
     ]
     name = name_of(model, key)
-    mine = [report for report in whole if report.model == name and report.image_bytes <= most_bytes]
+    named = [report for report in whole if report.model == name]
+    mine = [report for report in named if report.image_bytes <= most_bytes]
+    if named and not mine:
+        least = min(report.image_bytes for report in named)
+        raise NoSource(
+            f"artifacts of {model}, {least} bytes, are larger than RFORK_ARTIFACTS_MOST_BYTES ({most_bytes})"
+        )
     if not mine:
         others = other_keys((report.model for report in whole), key)
         raise NoSource(

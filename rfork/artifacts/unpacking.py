@@ -45,13 +45,16 @@ class Unpacked:
     passed_over: tuple[str, ...] = ()
 
 
-def unpack(image: Image, told: Told, places: Sequence[Place], deadline: float) -> Unpacked:
+def unpack(
+    image: Image, told: Told, places: Sequence[Place], deadline: float, done: Unpacked | None = None
+) -> Unpacked:
     """Put the files of the kinds in `places` there. Their names were checked (`check_layout`).
 
     `deadline` is on `time.monotonic()`'s clock. Raises DeadlinePassed and StorageErrors:
-    what is in place by then is whole, and nothing else stays. Two processes that do it at once do it once.
+    what is in place by then is whole, and told in `done`, and nothing else stays. Two processes that do it
+    at once do it once.
     """
-    done = Unpacked()
+    done = Unpacked() if done is None else done
     of_kind: dict[str, list[TensorSpec]] = {}
     for spec in image.layout.tensors:
         if spec.name != META:

@@ -24,10 +24,13 @@ from rfork.fork.deadline import Deadline
 from rfork.fork.giver import Listener
 from rfork.image import ranges
 from rfork.image.memory import Image
+from rfork.logs import logger
 from rfork.peer.base import Dial, Peer, Progress
 from rfork.settings import Settings
 from rfork.transport.base import Reader, Transport
 from rfork.wire import Lease, Route
+
+log = logger(__name__)
 
 DRAFT = re.compile(r"[0-9a-f]{32}(-[0-9a-f]{16})?")
 SHOW_AFTER = 1 / 3
@@ -66,6 +69,7 @@ class Feed:
         self._settings = settings
         self._listener = listener
         self._deadline = deadline
+        self._connecting_until = 0.0  # what is done until then has a deadline of its own
         self._token = route.lease.token
         self._shown = route.lease.token
         self._show_every_s = route.lease.expires_in_s * SHOW_AFTER
@@ -116,28 +120,46 @@ class Feed:
                 )
 
     def _follow(self) -> None:
-        step = min(time.monotonic() + self._settings.stall_s, self._deadline.at)
-        layout = self._image.layout
         peer = self._peer = self._dial(self.address, lambda: self._token)
         self._check_open()
         offered = [name for name in self._route.transports if name in self._transports]
         while self._reader is None:
-            channel_id, endpoint = peer.open(layout.layout_id, tuple(offered), step)
+            # Anew for each transport: one that took its time to fail leaves the next one its own.
+            step = self._step()
+            channel_id, endpoint = peer.open(self._image.layout.layout_id, tuple(offered), step)
+            if endpoint.transport not in offered:
+                raise SourceCorrupt(f"{self.address}: opens {endpoint.transport!r}, asked for {offered}")
             self.transport = endpoint.transport
             self.heard_at = time.monotonic()
+            self._connecting_until = step
             try:
                 self._reader = self._transports[endpoint.transport].connect(
                     endpoint, self._image, lambda: self._token, step, partial(peer.talk, channel_id)
                 )
             except TransportUnusable as error:
-                # Its place is taken until the lease ends, for there is no stream whose end would tell.
-                peer.leave(channel_id, step)
                 offered.remove(endpoint.transport)
+                if offered:
+                    self._listener.on_detour(self, error)
+                self._leave(peer, channel_id)
                 if not offered:
                     raise
-                self._listener.on_detour(self, error)
             self._check_open()
+        # A source need not say anything while this side connects: its silence counts from here.
+        self.heard_at = self.advanced_at = time.monotonic()
+        self._connecting_until = 0.0
         self._watch(peer, channel_id)
+
+    def _step(self) -> float:
+        """Until when one thing that is asked of the source may take."""
+        return min(time.monotonic() + self._settings.stall_s, self._deadline.at)
+
+    def _leave(self, peer: Peer, channel_id: str) -> None:
+        """Its place is taken until the lease ends, for there is no stream whose end would tell."""
+        step = self._connecting_until = self._step()
+        try:
+            peer.leave(channel_id, step)
+        except RforkError as error:  # the source takes it back by itself then, only later
+            log.info("a place could not be given back", source=self.address, error=error.kind)
 
     def _check_open(self) -> None:
         """`close` may have come before there was anything to close; this thread then does it."""
@@ -156,8 +178,7 @@ class Feed:
             if news.chunks:
                 self.advanced_at = self.heard_at
             if news.weights_id is not None and news.weights_id != known:
-                step = min(self.heard_at + self._settings.stall_s, self._deadline.at)
-                manifest = peer.manifest(self._image.layout, step)
+                manifest = peer.manifest(self._image.layout, self._step())
                 self._listener.on_manifest(self, manifest)
                 known = manifest.weights_id
             elif news.weights_id is None and news.chunks:
@@ -188,7 +209,7 @@ class Feed:
         if self._token != self._shown and self.heard_at >= self._show_at:
             self._shown = self._token
             self._show_at = self.heard_at + self._show_every_s
-            peer.renew(min(self.heard_at + self._settings.stall_s, self._deadline.at))
+            peer.renew(self._step())
 
     def check(self, now: float, *, starved: bool) -> SourceStalled | None:
         """Why this source counts as stalled at `now`, if it does.
@@ -197,8 +218,9 @@ class Feed:
         nothing new after three times that, since it may be waiting for a source of its own. While
         storage is read, by it or by whom it waits for, what counts is when that last gave something:
         `storage_stall_s` later it stands still. A relay then has `stall_s` more, to find another source.
+        To connect has a deadline of its own, until which none of this counts.
         """
-        silent = now - max(self.heard_at, self.advanced_at)
+        silent = now - max(self.heard_at, self.advanced_at, self._connecting_until)
         if silent > self._settings.stall_s:
             return SourceStalled(f"{self.address}: silent for {silent:.1f} s")
         if self.read_at is not None:
@@ -207,7 +229,7 @@ class Feed:
             if starved and still > patience:
                 return SourceStalled(f"{self.address}: its storage gave nothing for {still:.1f} s")
             return None
-        idle = now - self.advanced_at
+        idle = now - max(self.advanced_at, self._connecting_until)
         if starved and idle > 3 * self._settings.stall_s:
             return SourceStalled(f"{self.address}: offered no new chunk for {idle:.1f} s")
         return None

@@ -12,7 +12,7 @@ from uuid import uuid4
 from torch import nn
 
 from rfork.control.client import PlannerClient
-from rfork.errors import LayoutMismatch, NoSource, SourceChanged
+from rfork.errors import DeadlinePassed, LayoutMismatch, NoSource, SourceChanged
 from rfork.fork.progress import OnProgress
 from rfork.fork.report import ForkReport
 from rfork.fork.session import ForkSession
@@ -56,11 +56,20 @@ def fetch_reported(
     on_progress: OnProgress | None = None,
     check: CheckLayout | None = None,
 ) -> tuple[Image, Manifest, ForkReport]:
-    """As `fetch`, with the report of the fork (whose seed is closed). Raises what `check` raises, too."""
+    """As `fetch`, with the report of the fork (whose seed is closed). Raises what `check` raises, too.
+
+    All of it takes `Settings.deadline_s` at most, asking for the layout included.
+    """
+    until = time.monotonic() + settings.deadline_s
     with connect() as planner:
-        layout = _layout(planner, holder, settings)
+        layout = _layout(planner, holder, settings, until)
     if check is not None:
         check(layout)
+    left = until - time.monotonic()
+    if left <= 0:
+        raise DeadlinePassed(
+            f"the {settings.deadline_s:g} s are over before the first byte of {holder.model}"
+        )
     module = nn.Module()
     _, tensors = allocate(layout)
     # Names as they are in the image, dots and all, which `register_buffer` would refuse.
@@ -68,7 +77,7 @@ def fetch_reported(
     report = ForkSession(
         module,
         Identity(holder.model, holder.rank),
-        settings.model_copy(update={"weight": RARELY, "snapshot": None}),
+        settings.model_copy(update={"weight": RARELY, "snapshot": None, "deadline_s": left}),
         choose(settings),
         planner=connect(),
         dial=_dial(settings),
@@ -82,8 +91,8 @@ def fetch_reported(
     return image, manifest, report
 
 
-def _layout(planner: PlannerClient, holder: InstanceReport, settings: Settings) -> Layout:
-    """The layout of the holder's image, with all its tensors, from an instance that holds it."""
+def _layout(planner: PlannerClient, holder: InstanceReport, settings: Settings, until: float) -> Layout:
+    """The layout of the holder's image, with all its tensors, from an instance that holds it, by `until`."""
     asking = ForkRequest(
         fork_id=uuid4().hex,
         instance=holder.model_copy(
@@ -99,7 +108,7 @@ def _layout(planner: PlannerClient, holder: InstanceReport, settings: Settings) 
             }
         ),
     )
-    give_up = time.monotonic() + settings.stall_s
+    give_up = min(time.monotonic() + settings.stall_s, until)
     try:
         plan = planner.ask(asking)
         while not plan.routes and plan.retry_after_s is not None and time.monotonic() < give_up:

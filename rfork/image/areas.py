@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from rfork.image.memory import Image
+from rfork.image.regions import CPU
 
 Area = tuple[int, int]
 """Address, and length in bytes."""
@@ -78,8 +79,28 @@ def _memory_of(
     return ("storage", run.storage), mmap.PAGESIZE
 
 
+def host_areas(addresses: Sequence[int], lengths: Sequence[int]) -> list[Area]:
+    """As `areas_of`, of runs that all lie in host memory: there may be tens of thousands of them."""
+    begins: list[int] = []
+    ends: list[int] = []
+    reached = -mmap.PAGESIZE
+    for address, length in sorted(zip(addresses, lengths, strict=True)):
+        if not length:
+            continue
+        end = address + length
+        if address - reached >= mmap.PAGESIZE:
+            begins.append(address)
+            ends.append(end)
+            reached = end
+        elif end > reached:
+            ends[-1] = reached = end
+    return [(begin, end - begin) for begin, end in zip(begins, ends, strict=True)]
+
+
 def areas(image: Image) -> list[Area]:
     """The areas that hold `image`, as its process's allocators have it now; see `areas_of`."""
+    if image.devices <= {CPU}:
+        return host_areas(image.runs.addresses, image.runs.lengths)
     return areas_of(runs_of(image), allocator_segments() if _on_cuda(image) else ())
 
 

@@ -52,12 +52,12 @@ class LeafHasher:
     def _prepare(self) -> None:
         try:
             from rfork.image.xxh3_triton import leaf_hashes
+
+            with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
+                try_out(leaf_hashes, self._device)
         except ImportError as error:
             log.debug("no Triton: digests take torch operations", because=str(error))
             return
-        try:
-            with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
-                try_out(leaf_hashes, self._device)
         except (
             Exception
         ) as error:  # no compiler, a GPU that it does not know, or a bug: it says what it likes

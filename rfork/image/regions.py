@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from operator import attrgetter
@@ -9,7 +10,7 @@ from typing import overload
 
 import torch
 
-from rfork.image.host_memory import host_view
+from rfork.image.host_memory import HUGE_PAGE, advise_huge_pages, host_view
 
 CPU = torch.device("cpu")
 
@@ -43,6 +44,16 @@ class Regions(Sequence[torch.Tensor]):
     def devices(self) -> frozenset[torch.device]:
         """Where they lie."""
         return frozenset(map(attrgetter("device"), self.storages))
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where most of the bytes lie: on the CPU, if there are none."""
+        if self.devices <= {CPU}:
+            return CPU
+        share: Counter[torch.device] = Counter()
+        for storage, length in zip(self.storages, self.lengths, strict=True):
+            share[storage.device] += length
+        return share.most_common(1)[0][0]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -97,6 +108,14 @@ class Regions(Sequence[torch.Tensor]):
     def view(self, index: int) -> memoryview:
         """The bytes of a region of the CPU."""
         return host_view(self.addresses[index], self.lengths[index])
+
+    def advise_huge_pages(self) -> int:
+        """Ask for huge pages under those of the CPU; the bytes asked for. See `Image.advise_huge_pages`."""
+        return sum(
+            advise_huge_pages(address, length)
+            for storage, address, length in zip(self.storages, self.addresses, self.lengths, strict=True)
+            if length >= HUGE_PAGE and storage.device == CPU
+        )
 
 
 def _joinable(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:

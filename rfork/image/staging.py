@@ -8,7 +8,8 @@ Whatever ends a walk, it waits for its copies first: none reads or writes the im
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -80,10 +81,10 @@ class Staging:
                     raise
                 held.append((step, fetching))
                 if len(held) == 2:
-                    yield self._fetched(held[0])
+                    yield self._first(held).views
                     self._give_back(held.pop(0)[0])
-            for last in held:
-                yield self._fetched(last)
+            if held:
+                yield self._first(held).views
         finally:
             self._end(held)
 
@@ -103,10 +104,10 @@ class Staging:
                 held.append((step, put))
                 step = None
                 if len(held) == 2:
-                    held[0][1].wait()
-                    self._give_back(held.pop(0)[0])
-            for _, put in held:
-                put.wait()
+                    self._give_back(self._first(held))
+                    held.pop(0)
+            if held:
+                self._first(held)
         finally:
             if step is not None:
                 self._give_back(step)
@@ -133,13 +134,22 @@ class Staging:
             views.append(_view(buffer[begin:used]))
         return _Step(buffer, views, memory, host)
 
-    def _fetched(self, held: tuple[_Step, Copying]) -> list[memoryview]:
-        held[1].wait()
-        return held[0].views
+    def _first(self, held: list[tuple[_Step, Copying]]) -> _Step:
+        """The first of them, once it is copied. Where that fails, none is under way any more, nor held."""
+        step, copying = held[0]
+        try:
+            copying.wait()
+        except BaseException:
+            others = [other.wait for _, other in held[1:]]
+            held.clear()
+            with suppress(Exception):  # the first failure is the one to tell
+                wait_all(others)
+            raise
+        return step
 
     def _end(self, held: list[tuple[_Step, Copying]]) -> None:
-        for step, copying in held:
-            copying.wait()
+        wait_all([copying.wait for _, copying in held])
+        for step, _ in held:
             self._give_back(step)
 
     def _take(self, nbytes: int) -> torch.Tensor:
@@ -196,8 +206,7 @@ class _Events:
         self._events.append(event)
 
     def wait(self) -> None:
-        for event in self._events:
-            event.synchronize()
+        wait_all([event.synchronize for event in self._events])
 
 
 def _begin(
@@ -224,10 +233,21 @@ def _begin(
                 )
             copying.record(streams[device])
     except BaseException:
-        for stream in begun:
-            stream.synchronize()
+        wait_all([stream.synchronize for stream in begun])
         raise
     return copying
+
+
+def wait_all(waits: Iterable[Callable[[], None]]) -> None:
+    """Wait for each, whatever another one raises; then raise what the first of them did that failed."""
+    failed: BaseException | None = None
+    for wait in waits:
+        try:
+            wait()
+        except BaseException as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def _view(memory: torch.Tensor) -> memoryview:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import grpc
 
-from rfork.errors import SourceCorrupt, SourceGone
+from rfork.errors import SourceCorrupt, SourceGone, TargetError
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.peer import codec
@@ -71,7 +71,8 @@ class PeerClient:
         """See `Peer.talk`."""
 
         def stirred() -> None:
-            if line.ended:
+            # One that is closed here ends by itself, once all that was sent is carried.
+            if line.broken:
                 call.cancel()  # type: ignore[no-untyped-call]
 
         line = End(stirred)
@@ -79,7 +80,11 @@ class PeerClient:
             call = self._stub.Converse(_said(channel_id, line), metadata=self._metadata())
         except ValueError as error:  # `close` came first
             raise codec.error_of(error, self.address) from None
-        threading.Thread(target=self._hear, args=(call, line), name="rfork-line", daemon=True).start()
+        try:
+            threading.Thread(target=self._hear, args=(call, line), name="rfork-line", daemon=True).start()
+        except RuntimeError as error:
+            line.end(TargetError(f"no thread for a line: {error}"))
+            raise TargetError(f"no thread for a line to {self.address}: {error}") from None
         return line
 
     def _hear(self, call: Iterator[peer_pb2.ConverseResponse], line: End) -> None:
@@ -89,8 +94,6 @@ class PeerClient:
                 if len(message.content) > LARGEST_MESSAGE:
                     line.end(SourceCorrupt(f"{self.address}: a message of {len(message.content)} bytes"))
                 line.deliver_waiting(message.content)
-                if line.ended:
-                    break
             line.end(SourceGone(f"{self.address}: the source closed the line"))
         except (grpc.RpcError, ValueError) as error:
             line.end(codec.error_of(error, self.address))

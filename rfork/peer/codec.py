@@ -7,14 +7,20 @@ from collections.abc import Iterable, Iterator, Sequence
 import grpc
 
 from rfork.errors import (
+    DeviceDown,
     LayoutMismatch,
     LeaseRefused,
+    NoGpuDirect,
+    NoPeerAccess,
+    NotOneHost,
     RforkError,
     SourceBusy,
     SourceChanged,
     SourceCorrupt,
     SourceGone,
     SourceStalled,
+    TransportUnusable,
+    VersionMismatch,
 )
 from rfork.image import ranges
 from rfork.image.layout import Layout
@@ -29,7 +35,9 @@ TENSORS_A_PART = 2000
 """Tensor specs in one message: about 200 kB, well under gRPC's default limit of 4 MiB."""
 DIGEST_BYTES = 16
 
+UNUSABLE = (TransportUnusable, NotOneHost, NoPeerAccess, NoGpuDirect, DeviceDown, VersionMismatch)
 STATUS_OF: dict[type[RforkError], grpc.StatusCode] = {
+    **dict.fromkeys(UNUSABLE, grpc.StatusCode.FAILED_PRECONDITION),
     LeaseRefused: grpc.StatusCode.PERMISSION_DENIED,
     SourceBusy: grpc.StatusCode.RESOURCE_EXHAUSTED,
     SourceChanged: grpc.StatusCode.ABORTED,
@@ -37,6 +45,7 @@ STATUS_OF: dict[type[RforkError], grpc.StatusCode] = {
 }
 _ERROR_OF: dict[grpc.StatusCode, type[RforkError]] = {
     **{status: error for error, status in STATUS_OF.items()},
+    grpc.StatusCode.FAILED_PRECONDITION: TransportUnusable,  # its kinds are not told apart; nobody is blamed
     grpc.StatusCode.NOT_FOUND: SourceChanged,
     grpc.StatusCode.DEADLINE_EXCEEDED: SourceStalled,
 }

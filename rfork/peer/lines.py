@@ -28,6 +28,8 @@ from rfork.transport.base import Line
 LARGEST_MESSAGE = 64 << 10
 MOST_WAITING = 256
 """Messages that wait on one end, in either direction."""
+MOST_BYTES = 1 << 20
+"""And their bytes."""
 MOST_LINES = 4
 """Of one fork at once: it needs one, and the next before the last has quite ended."""
 MOST_THREADS = 128
@@ -53,13 +55,15 @@ class End:
         self._closed = False
 
     def send(self, message: bytes) -> None:
-        """See `Line.send`. More than `MOST_WAITING` that are not taken end the line."""
+        """See `Line.send`. More than `MOST_WAITING`, or `MOST_BYTES`, that are not taken end the line."""
         if len(message) > LARGEST_MESSAGE:
             raise ValueError(f"a message of a line has at most {LARGEST_MESSAGE} bytes, not {len(message)}")
         with self._changed:
             self._raise_ended()
-            if len(self._outgoing) >= MOST_WAITING:
-                self._error = SourceGone(f"the other side has not taken the last {MOST_WAITING} messages")
+            if not _has_room(self._outgoing, message):
+                self._error = SourceGone(
+                    f"the other side has not taken the last {len(self._outgoing)} messages"
+                )
             else:
                 self._outgoing.append(message)
             self._changed.notify_all()
@@ -100,11 +104,17 @@ class End:
         with self._changed:
             return self._error is not None
 
+    @property
+    def broken(self) -> bool:
+        """Whether it ended otherwise than by `close`: nobody waits for what was sent any more."""
+        with self._changed:
+            return self._error is not None and not self._closed
+
     def deliver(self, message: bytes) -> bool:
         """Bring what the other side sent; False while there is no room. An ended line drops it."""
         with self._changed:
             if self._error is None:
-                if len(self._incoming) >= MOST_WAITING:
+                if not _has_room(self._incoming, message):
                     return False
                 self._incoming.append(message)
                 self._changed.notify_all()
@@ -115,7 +125,7 @@ class End:
         while not self.deliver(message):
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._error is not None or len(self._incoming) < MOST_WAITING, LOOK_S
+                    lambda: self._error is not None or _has_room(self._incoming, message), LOOK_S
                 )
 
     def outgoing(self) -> bytes | None:
@@ -132,7 +142,11 @@ class End:
     def _raise_ended(self) -> None:
         if self._error is not None:
             # A new one each time: two threads may raise it at once.
-            raise type(self._error)(str(self._error))
+            raise type(self._error)(str(self._error), hint=self._error.hint)
+
+
+def _has_room(waiting: deque[bytes], message: bytes) -> bool:
+    return len(waiting) < MOST_WAITING and sum(map(len, waiting)) + len(message) <= MOST_BYTES
 
 
 class LineHost(Protocol):

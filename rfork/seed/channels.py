@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
 from rfork.errors import SourceChanged
@@ -61,25 +61,25 @@ class Channels:
         if self._sweeper.ident is not None:
             self._sweeper.join()
 
-    def open(self, fork_id: str, transports: Sequence[str], address: str) -> tuple[str, Endpoint]:
-        """A channel for the reader at this IP address, on the first transport that is exported.
+    def open(self, fork_id: str, transport: str, address: str) -> tuple[str, Endpoint]:
+        """A channel for the reader at this IP address, on this transport.
 
-        Raises SourceChanged when there is none of these transports, and SourceBusy.
+        Raises SourceBusy, also where the transport is not ready yet; TransportUnusable where it never will
+        be; and SourceChanged where it is not exported.
         """
-        name = next((name for name in transports if name in self._exporters), None)
-        if name is None:
-            raise SourceChanged(f"the source offers {sorted(self._exporters)}, not {list(transports)}")
-        exporter = self._exporters[name]
+        exporter = self._exporters.get(transport)
+        if exporter is None:
+            raise SourceChanged(f"the source offers {sorted(self._exporters)}, not {transport}")
         # All under the lock: a lease that ends meanwhile is then swept once its way in is known.
         with self._lock:
             channel_id = self._leases.open(fork_id)
-            self._ways[channel_id] = Way(channel_id, fork_id, name, exporter)
+            self._ways[channel_id] = Way(channel_id, fork_id, transport, exporter)
             try:
                 exporter.let_in(channel_id, address)
+                return channel_id, exporter.endpoint()
             except BaseException:
                 self._end(channel_id)
                 raise
-        return channel_id, exporter.endpoint()
 
     def converse(self, channel_id: str, line: Line) -> None:
         """Let the channel's exporter talk with its reader until the line ends; blocks."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from rfork.errors import TransportUnusable
+from rfork.errors import SourceChanged, TransportUnusable
 from rfork.image.layout import Layout
 from rfork.image.memory import Image
 from rfork.logs import logger
@@ -27,6 +27,7 @@ class Exports(Mapping[str, Exporter]):
         self.one_sided = frozenset(transport.name for transport in transports if transport.one_sided)
         self._transports = tuple(transports)
         self._open: Mapping[str, Exporter] = {}  # replaced, never changed: who looks at it has no lock
+        self._withdrawn: dict[str, TransportUnusable] = {}  # why, by transport; the latest last
         self._moving = threading.Lock()
         self._ended = False
 
@@ -44,6 +45,11 @@ class Exports(Mapping[str, Exporter]):
         """Whether nothing opens any more."""
         return self._ended
 
+    def unusable(self, names: Sequence[str]) -> TransportUnusable | None:
+        """Why the one of these that was withdrawn last was, if one was since all were opened."""
+        reasons = [error for name, error in tuple(self._withdrawn.items()) if name in names]
+        return type(reasons[-1])(str(reasons[-1]), hint=reasons[-1].hint) if reasons else None
+
     def open(self, image: Image, gate: Gate) -> None:
         """Open every transport that can be used for this image; nothing where some are open, or it has ended.
 
@@ -58,6 +64,7 @@ class Exports(Mapping[str, Exporter]):
             except BaseException:
                 _close(opened)
                 raise
+            self._withdrawn.clear()
             self._open = opened
 
     def _export(self, image: Image, gate: Gate, opened: dict[str, Exporter]) -> None:
@@ -77,13 +84,23 @@ class Exports(Mapping[str, Exporter]):
         if reasons and not opened:
             raise reasons[0]
 
-    def withdraw(self, name: str) -> None:
+    def withdraw(self, name: str, error: TransportUnusable) -> None:
         """Offer this one no more: it said later that it cannot be used. One that is not open is no error."""
         with self._moving:
             exporter = self._open.get(name)
+            if exporter is None:
+                return
+            self._withdrawn[name] = error
             self._open = {kept: other for kept, other in self._open.items() if kept != name}
-            if exporter is not None:
-                exporter.close()
+            if not self._open:
+                log.error(
+                    "no transport is left: nothing can be given",
+                    transport=name,
+                    error=error.kind,
+                    detail=str(error),
+                    hint=error.hint,
+                )
+            exporter.close()
 
     def close(self) -> None:
         """Close all, and return once no reader touches the image's memory. Safe to call twice."""
@@ -109,6 +126,15 @@ def _close(exporters: Mapping[str, Exporter]) -> None:
         raise failed[0]
 
 
-def hollow(layout: Layout) -> Image:
-    """An image of this layout over no memory: what a seed holds while its weights are put away."""
-    return Image(layout, [torch.empty(layout.image_bytes, dtype=torch.uint8, device="meta")])
+class Hollow(Image):
+    """An image over no memory: what a seed holds while its weights are put away.
+
+    Whoever wants its bytes, their digests or their addresses gets SourceChanged.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout, [torch.empty(layout.image_bytes, dtype=torch.uint8, device="meta")])
+
+    def _covering(self, begin: int, end: int) -> tuple[int, int]:
+        # Whatever touches the memory asks this first where it is; without it that is address 0.
+        raise SourceChanged("the weights are put away: there is no memory to read")

@@ -9,48 +9,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
-from uuid import uuid4
 
 from rfork.control.client import PlannerClient
 from rfork.control.heartbeat import Heartbeat
 from rfork.control.lease import decode_key
-from rfork.errors import LayoutMismatch, SourceBusy, SourceChanged, TransportUnusable
 from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
-from rfork.logs import logger
 from rfork.peer.server import PeerServer, PeerService, ServePeer
-from rfork.seed.channels import Channels
-from rfork.seed.governor import Governor
-from rfork.seed.latency import FLOOR_RATE, LatencyGuard, Unit
-from rfork.seed.leases import LeaseBook
+from rfork.seed.answering import Answering
+from rfork.seed.answering import Identity as Identity
+from rfork.seed.latency import Unit
 from rfork.seed.pacing import Pacing
-from rfork.seed.suspending import Suspending
 from rfork.settings import Settings
-from rfork.transport.base import Endpoint, Line, Transport
-from rfork.wire import InstanceAck, InstanceReport, Placement, Rank, StorageOffer
-
-log = logger(__name__)
-
-LEAST_A_READER = 4 << 20
-"""Bytes a second: above `Settings.min_rate` for each chunk of a reader's usual window."""
+from rfork.transport.base import Transport
+from rfork.wire import InstanceAck, InstanceReport, Placement, StorageOffer
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who an instance is to the planner: one rank of one model in one process."""
-
-    model: str
-    rank: Rank = field(default_factory=Rank)
-    instance_id: str = field(default_factory=lambda: uuid4().hex)
-
-
-class Seed(Suspending):
+class Seed(Answering):
     """Gives one image to whoever holds a lease. Use as a context manager, or `start` and `close`.
 
     Implements the transports' `Gate` and the peer service's `PeerHost`. `planner` is the seed's own:
@@ -69,17 +48,9 @@ class Seed(Suspending):
         planner: PlannerClient | None = None,
         serve_peer: ServePeer = PeerServer,
     ) -> None:
-        super().__init__(image, board, manifest, transports)
-        self.identity = identity
-        self.settings = settings
-        self.given_bytes = 0
+        super().__init__(image, identity, settings, transports, board, manifest)
         self.storage: tuple[StorageOffer, ...] = ()
         """What this instance could read by itself, as the planner is told."""
-        self._leases = LeaseBook(identity.instance_id, settings.max_readers, clock=time.time)
-        self._channels = Channels(self._leases, self._exports, self._tell)
-        self._latency = LatencyGuard(settings.latency_setpoint, floor=self._floor)
-        self._governor = Governor(settings.egress_rate, self._latency, part=self._part_granted)
-        self._pacing: Pacing | None = None
         self._serve_peer = serve_peer
         self._peer: PeerService | None = None
         self._planner = planner
@@ -186,101 +157,6 @@ class Seed(Suspending):
         It also tells of work that has begun and is not done, so prefer it. One that raises does not count.
         """
         return self._latency.serving()
-
-    def _floor(self) -> int:
-        """So much is given however long the engine's work takes: none of the readers must look stalled."""
-        return max(FLOOR_RATE, LEAST_A_READER * len(self._leases.readers))
-
-    # -- Gate: what the exporters ask --------------------------------------------------------------
-
-    def admit(self, token: str, begin: int, end: int) -> str:
-        """See `rfork.transport.base.Gate.admit`."""
-        claims = self._leases.check(token, self.generation)
-        if not self.board.holds(begin, end):
-            raise SourceBusy(f"bytes {begin}-{end} are not verified here yet")
-        return claims.fork_id
-
-    @contextmanager
-    def reading(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> Iterator[None]:
-        """See `rfork.transport.base.Gate.reading`."""
-        with self._readings.held(cut):
-            # Asked only now: a fence that comes later waits for this block, one that came before refuses it.
-            self.admit(token, begin, end)
-            yield
-
-    def grant(self, most: int, fork_id: str) -> int:
-        """See `rfork.transport.base.Gate.grant`."""
-        granted = self._governor.grant(most, fork_id)
-        with self._lock:
-            self.given_bytes += granted
-        return granted
-
-    def etag(self) -> str:
-        """See `rfork.transport.base.Gate.etag`."""
-        return f"{self.identity.instance_id}-{self.generation}"
-
-    # -- PeerHost: what the peer service asks --------------------------------------------------------
-
-    def check(self, token: str) -> str:
-        """The fork_id a token was leased to; raises as `Gate.admit` does."""
-        return self._leases.check(token, self.generation).fork_id
-
-    def open_channel(
-        self, fork_id: str, layout_id: str, transports: list[str], address: str
-    ) -> tuple[str, Endpoint]:
-        """Give the reader at this address a place, and an endpoint of the first transport both sides have."""
-        if layout_id != self.image.layout.layout_id:
-            raise LayoutMismatch(f"the source's layout is {self.image.layout.layout_id}, not {layout_id}")
-        if self.draining:
-            raise SourceBusy("the source is draining")
-        if self.suspended:
-            raise SourceBusy("the source has put its weights away for a while")
-        opened = self._open(fork_id, transports, address)
-        self._tell()  # there is one more to share the rate with
-        return opened
-
-    def _open(self, fork_id: str, transports: list[str], address: str) -> tuple[str, Endpoint]:
-        while True:
-            offered = next((name for name in transports if name in self._exports), "")
-            try:
-                return self._channels.open(fork_id, transports, address)
-            except TransportUnusable:
-                # Only found out now, on a thread of its exporter's own: the next one is taken.
-                if not offered:
-                    raise
-                self._exports.withdraw(offered)
-                self.poke()
-            except KeyError:
-                raise SourceChanged("the source gives over this transport no more") from None
-
-    def has_channel(self, channel_id: str, fork_id: str) -> bool:
-        """Whether this fork holds an open channel of this id."""
-        return self._leases.holds(channel_id, fork_id)
-
-    def converse(self, channel_id: str, line: Line) -> None:
-        """Let what gives this channel its bytes talk with the reader until the line ends; blocks."""
-        self._channels.converse(channel_id, line)
-
-    def close_channel(self, channel_id: str) -> None:
-        """Take a reader's place back."""
-        self._channels.close(channel_id)
-        self._tell()
-
-    def _rate_told(self) -> int | None:
-        return self._pacing.share() if self._pacing is not None else None
-
-    def _part_granted(self) -> float:
-        """What part of the rate passes the governor: readers on one-sided transports have the rest.
-
-        Each that has a place has the same; those without (a lease alone reads over http) share in what is
-        granted, of which there is at least one reader's.
-        """
-        readers = len(self._leases.readers)
-        return max(1, readers - self._channels.readers_on(self._exports.one_sided)) / max(1, readers)
-
-    def _end_readers(self) -> None:
-        if self._channels.end_all():
-            self._tell()
 
     # -- the planner ---------------------------------------------------------------------------------
 

@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from rfork.errors import SourceChanged
+from rfork.image.layout import Layout
 from rfork.seed.seed import Seed
 from rfork.settings import StorageSettings
 from rfork.storage.snapshots.writer import Written, write_snapshot
+
+
+class Passing:
+    """The bytes of one generation of a seed's image, for as long as the seed holds that. Thread-safe.
+
+    It keeps no reference to the memory between two reads. Whoever suspends the seed or changes its weights
+    waits for the one under way, never for storage: what is read is a copy. Raises SourceChanged afterwards.
+    """
+
+    def __init__(self, seed: Seed, generation: int) -> None:
+        self._seed = seed
+        self._generation = generation
+        self._spare: deque[bytearray] = deque()  # fresh memory costs more than to copy into it
+
+    @property
+    def layout(self) -> Layout:
+        """Of what its bytes are."""
+        return self._seed.image.layout
+
+    @contextmanager
+    def readable(self, begin: int, end: int) -> Iterator[Sequence[memoryview]]:
+        """A copy of `[begin, end)`, to read inside the block only."""
+        spare = self._spare.pop() if self._spare else bytearray()
+        copy = spare if len(spare) >= end - begin else bytearray(end - begin)
+        with memoryview(copy) as whole, whole[: end - begin] as view:
+            with self._seed.own_reading(self._generation) as image, image.readable(begin, end) as parts:
+                at = 0
+                for part in parts:
+                    view[at : at + part.nbytes] = part
+                    at += part.nbytes
+            yield [view]
+        self._spare.append(copy)
+
+    def digest(self, chunk: int) -> bytes:
+        """The digest of the bytes that chunk `chunk` has now; see `Image.digest`."""
+        with self._seed.own_reading(self._generation) as image:
+            return image.digest(chunk)
 
 
 def snapshot_of(
@@ -21,26 +60,17 @@ def snapshot_of(
     """Write the seed's image to `uri`, a file or the rank's place in a folder; see `write_snapshot`.
 
     It digests nothing beforehand and stops nobody from reading. Raises SourceChanged where the seed holds no
-    whole image, or begins to change it (`Seed.updating`) meanwhile: there is then no new snapshot.
+    whole image, or begins to change it (`Seed.updating`) or puts it away (`Seed.suspend`) meanwhile: there is
+    then no new snapshot.
     """
-    generation, manifest = seed.generation, seed.manifest
-    if manifest is None or not seed.board.complete:
-        raise SourceChanged("there is no whole image to write: the seed receives it still, or changes it")
-
-    def check(count: int) -> None:
-        if seed.generation != generation:
-            raise SourceChanged("the seed changes its weights: the snapshot of those before is given up")
-        if progress is not None:
-            progress(count)
-
-    check(0)
+    generation, manifest = seed.whole()
     return write_snapshot(
-        seed.image,
+        Passing(seed, generation),
         manifest,
         uri,
         rank=seed.identity.rank,
         model=seed.identity.model,
         shared=shared,
-        progress=check,
+        progress=progress,
         settings=settings,
     )

@@ -7,13 +7,14 @@ it tells the seed before, and shows it the memory anew afterwards.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from rfork.errors import LayoutMismatch
+from rfork.errors import LayoutMismatch, SourceChanged
 from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
-from rfork.seed.exports import Exports, hollow
+from rfork.seed.exports import Exports, Hollow
 from rfork.seed.holding import Holding
 from rfork.transport.base import Transport
 
@@ -38,6 +39,31 @@ class Suspending(Holding):
         """Open the exporters of `self.image`. Raises as `Exports.open`."""
         raise NotImplementedError
 
+    def whole(self) -> tuple[int, Manifest]:
+        """The generation, and the manifest of what the image holds in it, as they are at one time.
+
+        Raises SourceChanged where the image is not whole.
+        """
+        with self._changing:
+            if self._manifest is None or not self.board.complete:
+                raise SourceChanged("there is no whole image: the seed receives it still, or changes it")
+            return self.generation, self._manifest
+
+    @contextmanager
+    def own_reading(self, generation: int) -> Iterator[Image]:
+        """The image of this generation, for this process itself to read without a lease inside the block.
+
+        Whoever changes the bytes, or takes the memory away, waits for the block: it has to be short, and
+        the image is not to be kept after it. Raises SourceChanged where the generation is another by now.
+        """
+        with self._readings.held(_ends_soon):
+            # Asked only now: a fence that comes later waits for this block.
+            if self.generation != generation:
+                raise SourceChanged(
+                    "the seed changes its weights, or puts them away: what was read of them is given up"
+                )
+            yield self.image
+
     def suspend(self) -> None:
         """The engine is about to release or move the weights (sleep mode, offloading): let go of them.
 
@@ -51,7 +77,7 @@ class Suspending(Holding):
 
     def _suspend(self) -> None:
         with self._changing:
-            if self._suspended:
+            if isinstance(self.image, Hollow):
                 return
             self._suspended = True
         watched = self._watched()
@@ -59,16 +85,21 @@ class Suspending(Holding):
         if watched:
             # Nothing is given any more, and who asks is told why; who finds no port blames the source.
             threading.Event().wait(HEAR_S)
-        with self._digesting:
-            self._exports.close()
-            self.image = hollow(self.image.layout)
-        self._part_from_readers()  # who came before the exporters were gone
+        try:
+            with self._digesting:
+                try:
+                    self._exports.close()
+                finally:  # whatever an exporter says: the others are gone, and this one is asked no more
+                    self.image = Hollow(self.image.layout)
+        finally:
+            self._part_from_readers()  # who came before the exporters were gone
 
     def resume(self, image: Image) -> None:
         """The weights are back, whole, maybe at other addresses and other than they were: be a seed of them.
 
         They are registered while they are digested, and given under another generation than before. Without
-        a `suspend` before, it begins with one, unless it is the memory that is given already.
+        a `suspend` before, it begins with one; memory that it has already is only digested, where it is not
+        given.
         Raises LayoutMismatch for another layout, and TransportUnusable as `start`: it stays suspended.
         """
         if image.layout.layout_id != self.image.layout.layout_id:
@@ -76,15 +107,24 @@ class Suspending(Holding):
                 f"the seed's layout is {self.image.layout.layout_id}, not {image.layout.layout_id}"
             )
         with self._updates:
-            if self._exports.ended or (not self._suspended and image.same_memory(self.image)):
+            if self._exports.ended:
+                return
+            if not self._suspended and image.same_memory(self.image):
+                # What was begun before may have failed, or was fenced: it is whole now.
+                if self._manifest is None or not self.board.complete:
+                    self.reseal()
                 return
             self._suspend()
             self.image = image
             try:
                 self._open_exports()
             except BaseException:
-                self.image = hollow(image.layout)
+                self.image = Hollow(image.layout)
                 raise
             with self._changing:
                 self._suspended = False
             self.reseal()
+
+
+def _ends_soon() -> None:
+    """How to cut a read that needs no cutting."""

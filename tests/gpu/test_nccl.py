@@ -36,7 +36,7 @@ def test_a_group_of_one_forms_and_broadcasts() -> None:
     before = dict(os.environ)
     backend, device = NcclBackend(), torch.device("cuda:0")
     with backend.working(device):
-        group = backend.form(Rendezvous(), 0, 1, device, soon())
+        group = backend.form(Rendezvous(), 0, 1, "127.0.0.1", device, soon())
         block = torch.arange(1000, device=device).to(torch.uint8)
         group.broadcast(block, soon())
         group.close()
@@ -50,7 +50,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for() -> None:
     backend, device = NcclBackend(), torch.device("cuda:0")
     began = time.monotonic()
     with pytest.raises(RforkError), backend.working(device):
-        backend.form(Rendezvous(), 0, 2, device, began + 2.0)
+        backend.form(Rendezvous(), 0, 2, "127.0.0.1", device, began + 2.0)
     assert time.monotonic() - began < 30.0
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from functools import partial
 
 from rfork.errors import LeaseRefused, RforkError, SourceChanged
 from rfork.image.memory import Segment
@@ -21,6 +20,7 @@ from rfork.settings import Settings
 from rfork.transport.base import Endpoint
 from rfork.transport.cuda_ipc import CudaIpcTransport
 from rfork.transport.cuda_ipc.driver import is_kind
+from rfork.transport.cuda_ipc.exporter import CudaIpcExporter
 from tests.fake_cuda import FakeDriver, FakeMemory, image_in
 from tests.transport_contract import TOKEN, soon
 
@@ -98,12 +98,38 @@ def _source(sizes: Sequence[int], on_host: Sequence[int], kind: str, align: int,
             _say({"closed": 1})
 
 
-def _target(sizes: Sequence[int], settings: Settings) -> NoReturn:
-    """Begin to read the endpoint that stdin brings, with copies that never end."""
+def _sources() -> None:
+    """A source for each line of JSON, and "close" for the one that was made last."""
+    made: list[CudaIpcExporter] = []
+    for line in sys.stdin:
+        if line.strip() == "close":
+            made.pop().close()
+            _say({"closed": 1})
+            continue
+        wanted, memory = json.loads(line), FakeMemory()
+        image = image_in(
+            memory,
+            wanted["sizes"],
+            on_host=wanted["on_host"],
+            filled=True,
+            kind=wanted["kind"],
+            align=wanted["align"],
+        )
+        transport = CudaIpcTransport(Settings(), partial(FakeDriver, memory))
+        made.append(transport.export(image, FencedGate()))
+        _say(told(made[-1].endpoint()))
+
+
+def _target(sizes: Sequence[int], settings: Settings) -> None:
+    """Begin to read each endpoint that stdin brings, with copies that never end."""
+    for line in sys.stdin:
+        _read(sizes, settings, endpoint_in(json.loads(line)))
+
+
+def _read(sizes: Sequence[int], settings: Settings, endpoint: Endpoint) -> None:
     memory = FakeMemory()
     image, driver = image_in(memory, sizes), FakeDriver(memory)
     driver.running.clear()
-    endpoint = endpoint_in(json.loads(sys.stdin.readline()))
     reader = CudaIpcTransport(settings, lambda: driver).connect(endpoint, image, lambda: TOKEN, soon())
 
     def read() -> None:
@@ -115,13 +141,13 @@ def _target(sizes: Sequence[int], settings: Settings) -> NoReturn:
     threading.Thread(target=read, daemon=True).start()
     driver.queued.wait()
     _say({"reading": 1})
-    while True:
-        time.sleep(3600)
 
 
 if __name__ == "__main__":
     wanted = json.loads(sys.argv[1])
     if wanted["side"] == "source":
         _source(wanted["sizes"], wanted["on_host"], wanted["kind"], wanted["align"], Settings())
+    elif wanted["side"] == "sources":
+        _sources()
     else:
         _target(wanted["sizes"], Settings())

@@ -1,12 +1,14 @@
 """A process that gives or reads over gloo, for tests: ``python -m tests.integration.gloo_node seed|read …``.
 
-Each event is one line on standard output. A seed lives until its standard input ends.
+Each event is one line on standard output. A seed lives until its standard input ends; so does a reader that
+is to leave. Both then close what they have opened, or leave in another way: see `leave`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
+import threading
 import time
 
 from rfork.control.lease import LeaseClaims, decode_key, derive_key, sign
@@ -60,24 +62,50 @@ def say(word: str) -> None:
     print(word, flush=True)
 
 
-def main(arguments: list[str]) -> None:
-    """Give until standard input ends, or read the image once."""
-    if arguments[0] == "seed":
-        seed = a_seed(int(arguments[1]) or None)
-        say(seed.report().address)
-        sys.stdin.read()
+def leave(how: str) -> None:
+    """End this process without closing anything; `return` is for the caller to do."""
+    if how == "exit":
+        sys.exit(3)
+    if how == "raise":
+        raise RuntimeError("a bug in the engine")
+
+
+def give(rate: str, how: str = "") -> None:
+    """Seed until standard input ends."""
+    seed = a_seed(int(rate) or None)
+    say(seed.report().address)
+    sys.stdin.read()
+    if how:
+        leave(how)
+    else:
         seed.close()
-        return
-    _, address, fork_id = arguments
+
+
+def take(address: str, fork_id: str, how: str = "") -> None:
+    """Read the first chunk, then the image; with `how`, leave in the midst of that."""
     image = image_of(SIZES)
     peer, _, reader = a_reader(address, image, fork_id)
     say("connected")
     reader.read(*image.layout.chunks[0], time.monotonic() + 60)
     say("chunk")
-    reader.read(0, image.layout.image_bytes, time.monotonic() + 60)
+    size = image.layout.image_bytes
+    if how:
+        threading.Thread(target=reader.read, args=(0, size, time.monotonic() + 60), daemon=True).start()
+        sys.stdin.read()
+        leave(how)
+        return
+    reader.read(0, size, time.monotonic() + 60)
     say(hashlib.sha256(content(image)).hexdigest())
     reader.close()
     peer.close()
+
+
+def main(arguments: list[str]) -> None:
+    """Give or read."""
+    if arguments[0] == "seed":
+        give(*arguments[1:])
+    else:
+        take(*arguments[1:])
 
 
 if __name__ == "__main__":

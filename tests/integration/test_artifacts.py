@@ -10,19 +10,23 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from rfork import artifacts
 from rfork.artifacts.key import ArtifactKey
+from rfork.artifacts.packing import Packed, pack
 from rfork.artifacts.unpacking import _Unpacking
+from rfork.errors import StorageFull
+from rfork.fork.fetching import fetch_reported
 from rfork.settings import ArtifactSettings, Settings
 from rfork.settings import load as settings_of
 from tests.conftest import StartRfork
 
-# Each process imports torch and its compiler, which takes most of this on a busy machine of two cores.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
+compiles = pytest.mark.slow
+"""Starts processes that run torch's compiler, which takes most of the time."""
 
 READY = r'"event": ?"ready"'
 MODEL = "tiny"
@@ -119,7 +123,19 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """A cache as torch.compile makes one, of the same folders, that nobody compiled."""
+    names = ["ab/cab.cpp", "ab/cab.so", "cd/ccd.py", "ef/cef.so", "fxgraph/ab/x/graph", "fxgraph/cd/y/graph",
+             "aotautograd/x/entry", "triton/0/HASH/k.cubin", "triton/0/HASH/k.json"]  # fmt: skip
+    for name in names:
+        path = tmp_path / "a" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode() * 1000)
+    return tmp_path / "a"
+
+
+@pytest.fixture(scope="session")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
     """A cache that torch.compile has filled, and what that took; do not write into it."""
     if shutil.which("g++") is None:
@@ -140,6 +156,7 @@ def instance(planner: str) -> Settings:
     return Settings(planner=planner, transports=("http",), drain_s=0.0)
 
 
+@compiles
 def test_a_cache_travels_and_is_used(
     first: tuple[Path, dict[str, float]],
     planner: str,
@@ -173,31 +190,30 @@ def test_a_cache_travels_and_is_used(
     assert (FROM_CACHE, before["sum"]) == (used(after), after["sum"])
 
 
-def test_storage_keeps_a_cache(first: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
-    """Saved to a folder under its key, loaded into another cache, and used."""
-    written, packed = artifacts.save((tmp_path / "s").as_uri(), artifacts=told(first[0]))
+def test_storage_keeps_a_cache(cache: Path, tmp_path: Path) -> None:
+    """Saved to a folder under its key, and loaded into another cache: the same files."""
+    written, packed = artifacts.save((tmp_path / "s").as_uri(), artifacts=told(cache))
     report = artifacts.load((tmp_path / "s").as_uri(), artifacts=told(tmp_path / "b"))
     assert (packed.files, written.uri, None) == (report.files, report.source, report.reason)
-    assert FROM_CACHE == used(compiled(tmp_path / "b"))
+    assert tree(cache) == tree(tmp_path / "b")
 
 
-@pytest.mark.parametrize("moves", [0, 1, 3])
-def test_a_process_killed_while_it_unpacks_leaves_a_cache_that_works(
-    first: tuple[Path, dict[str, float]], moves: int, tmp_path: Path
+@pytest.mark.parametrize("moves", [0, 3])
+def test_a_process_killed_while_it_unpacks_leaves_whole_entries(
+    cache: Path, moves: int, tmp_path: Path
 ) -> None:
-    """What is in place is whole; what is not is compiled, or taken by the next, which sweeps the rest."""
-    written, _ = artifacts.save(str(tmp_path / "s"), artifacts=told(first[0]))
+    """What is in place is whole; what is not is taken by the next, which sweeps the rest."""
+    written, _ = artifacts.save(str(tmp_path / "s"), artifacts=told(cache))
     target = tmp_path / "b"
     python(UNPACK, written.uri, str(moves), cache=target, code=-signal.SIGKILL)
     left = {name: content for name, content in tree(target).items() if not name.startswith(".rfork-")}
-    assert left.items() <= tree(first[0]).items()
+    assert left.items() <= tree(cache).items()
     report = artifacts.load(written.uri, artifacts=told(target))
-    assert (len(tree(first[0])) - len(left), len(left)) == (report.files, report.there)
-    assert tree(first[0]) == tree(target)
-    if moves == 1:
-        assert FROM_CACHE == used(compiled(target))
+    assert (len(tree(cache)) - len(left), len(left)) == (report.files, report.there)
+    assert tree(cache) == tree(target)
 
 
+@compiles
 def test_a_cache_that_was_cut_short_still_compiles(
     first: tuple[Path, dict[str, float]], tmp_path: Path
 ) -> None:
@@ -207,11 +223,9 @@ def test_a_cache_that_was_cut_short_still_compiles(
     assert first[1]["sum"] == compiled(tmp_path / "b")["sum"]
 
 
-def test_two_instances_unpack_at_once(
-    first: tuple[Path, dict[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_instances_unpack_at_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have staged all files when they begin to move: each file is put in place once, and whole."""
-    written, packed = artifacts.save(str(tmp_path / "s"), artifacts=told(first[0]))
+    written, packed = artifacts.save(str(tmp_path / "s"), artifacts=told(cache))
     both, move = threading.Barrier(2, timeout=30), _Unpacking._move
 
     def at_once(self: _Unpacking, staging: Path, folder: Path, *, top: bool = False) -> None:
@@ -230,7 +244,7 @@ def test_two_instances_unpack_at_once(
         thread.start()
     for thread in threads:
         thread.join()
-    assert tree(first[0]) == tree(tmp_path / "b")
+    assert tree(cache) == tree(tmp_path / "b")
     assert packed.files == sum(report.files for report in reports)
     assert packed.files == sum(report.there for report in reports)
 
@@ -284,8 +298,17 @@ def test_nobody_there_is_a_report(instance: Settings, tmp_path: Path) -> None:
     ]
 
 
-def test_new_files_are_given_by_a_new_seed(instance: Settings, tmp_path: Path) -> None:
-    """What was compiled since is taken by those who come later; nothing new, nothing happens."""
+def test_new_files_are_given_by_a_new_seed(
+    instance: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was compiled since is taken by those who come later; nothing new, and no file is read."""
+    reads: list[Packed | None] = []
+
+    def counted(*arguments: Any, **named: Any) -> Packed | None:
+        reads.append(pack(*arguments, **named))
+        return reads[-1]
+
+    monkeypatch.setattr("rfork.artifacts.giving.pack", counted)
     (tmp_path / "a").mkdir()
     giver = artifacts.ArtifactGiver(MODEL, artifacts.key_of_here(), instance, told(tmp_path / "a"))
     with giver:
@@ -297,3 +320,43 @@ def test_new_files_are_given_by_a_new_seed(instance: Settings, tmp_path: Path) -
         assert giver.seed.wait_acknowledged(10)
         report = artifacts.fetch(model=MODEL, settings=instance, artifacts=told(tmp_path / "b"))
     assert ([False, True, False, True, False], 2) == (steps, report.files)
+    assert 3 == len(reads)  # of the empty folder, and of each that was new
+
+
+def test_artifacts_beyond_the_bound_are_named_as_such(instance: Settings, tmp_path: Path) -> None:
+    """Somebody gives them: who takes less than that is told so, and by which setting."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "k.so").write_bytes(bytes(5000))
+    with artifacts.seed(model=MODEL, settings=instance, artifacts=told(tmp_path / "a")) as giving:
+        assert giving.wait_acknowledged(10)
+        report = artifacts.fetch(
+            model=MODEL, settings=instance, artifacts=told(tmp_path / "b", most_bytes=4000)
+        )
+    assert "larger than RFORK_ARTIFACTS_MOST_BYTES (4000)" in (report.reason or "")
+
+
+def test_a_disk_that_is_full_is_asked_once(
+    instance: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another source of the same bytes would not help: nothing is fetched a second time."""
+    fetched: list[str] = []
+
+    def counted(*arguments: Any) -> Any:
+        fetched.append("once")
+        return fetch_reported(*arguments)
+
+    def full(*_: Any) -> None:
+        raise StorageFull("no space")
+
+    monkeypatch.setattr("rfork.artifacts.taking.fetch_reported", counted)
+    monkeypatch.setattr(_Unpacking, "run", full)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.so").write_bytes(name.encode())
+    with (
+        artifacts.seed(model=MODEL, settings=instance, artifacts=told(tmp_path / "one")) as one,
+        artifacts.seed(model=MODEL, settings=instance, artifacts=told(tmp_path / "two")) as two,
+    ):
+        assert (True, True) == (one.wait_acknowledged(10), two.wait_acknowledged(10))
+        report = artifacts.fetch(model=MODEL, settings=instance, artifacts=told(tmp_path / "b"))
+    assert (["once"], None, "StorageFull: no space") == (fetched, report.source, report.reason)

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,13 @@ from rfork.image.memory import Image
 from rfork.settings import Settings
 from rfork.transport.base import Endpoint, Reader
 from rfork.transport.cuda_ipc import CudaIpcTransport, exporter
+from rfork.transport.cuda_ipc import holding as holding_module
 from rfork.transport.cuda_ipc.driver import Kind
-from rfork.transport.same_host.connection import Connection
+from rfork.transport.cuda_ipc.exporter import CudaIpcExporter
+from rfork.transport.same_host.connection import Connection, close_all
 from rfork.transport.same_host.dialling import Connections
 from rfork.transport.same_host.messages import Message
-from rfork.transport.same_host.server import LocalServer
+from rfork.transport.same_host.server import MOST_OF_A_FORK, LocalServer
 from tests.fake_cuda import INVALID_CONTEXT, FakeDriver, FakeMemory, image_in
 from tests.integration.cuda_ipc_node import FencedGate, endpoint_in, told
 from tests.transport_contract import CONTRACT, MIXED, TOKEN, FakeGate, Pair, content, soon
@@ -105,6 +108,35 @@ def start() -> Iterator[StartNode]:
         node.end()
 
 
+Elsewhere = Callable[..., Endpoint]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Node]:
+    """A process of sources, for all tests that neither stop nor kill it."""
+    node = Node({"side": "sources"})
+    yield node
+    node.end()
+
+
+@pytest.fixture
+def elsewhere(server: Node) -> Iterator[Elsewhere]:
+    """Makes sources in another process, which are closed after the test."""
+    count = 0
+
+    def make(sizes: Sequence[int], **more: object) -> Endpoint:
+        nonlocal count
+        count += 1
+        wanted = {"sizes": list(sizes), "on_host": [], "kind": "legacy", "align": 512, **more}
+        server.tell(json.dumps(wanted))
+        return endpoint_in(server.hear())
+
+    yield make
+    for _ in range(count):
+        server.tell("close")
+        assert {"closed": 1} == server.hear()
+
+
 class Side:
     """A target in this process."""
 
@@ -125,6 +157,11 @@ class Side:
 def expected(sizes: Sequence[int]) -> bytes:
     """The bytes that every source of these sizes has."""
     return content(image_in(FakeMemory(), sizes, filled=True))
+
+
+def same(driver: FakeDriver) -> FakeDriver:
+    """To make a driver that is there already."""
+    return driver
 
 
 def raised_by(call: Callable[[], None]) -> RforkError | None:
@@ -162,42 +199,42 @@ def test_contract(check: Check, kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", ["legacy", "descriptor"])
 @pytest.mark.parametrize("on_host", [[], [0, 3, 4, 20]], ids=["all-on-gpus", "some-in-host-memory"])
-def test_every_byte_arrives(start: StartNode, kind: str, on_host: list[int]) -> None:
+def test_every_byte_arrives(elsewhere: Elsewhere, kind: str, on_host: list[int]) -> None:
     """A target in another process has the source's bytes, whatever kind of memory they lie in."""
-    source, side = start("source", SIZES, kind=kind, on_host=on_host), Side(SIZES)
-    reader = side.connect(endpoint_in(source.hear()))
+    side = Side(SIZES)
+    reader = side.connect(elsewhere(SIZES, kind=kind, on_host=on_host))
     reader.read(0, side.whole, soon())
     reader.close()
     assert expected(SIZES) == content(side.image)
     assert ([], []) == (side.driver.wrong, side.driver.opened)
 
 
-def test_small_tensors_that_lie_side_by_side_are_few_copies(start: StartNode) -> None:
+def test_small_tensors_that_lie_side_by_side_are_few_copies(elsewhere: Elsewhere) -> None:
     """Five thousand tensors whose sizes fill their places take as many copies as they have allocations."""
     sizes = [512] * 5000
-    source, side = start("source", sizes), Side(sizes)
-    reader = side.connect(endpoint_in(source.hear()))
+    side = Side(sizes)
+    reader = side.connect(elsewhere(sizes))
     reader.read(0, side.whole, soon())
     reader.close()
     assert expected(sizes) == content(side.image)
     assert len(side.memory.blocks) == len(side.driver.copied)
 
 
-def test_two_allocators_need_not_agree(start: StartNode) -> None:
+def test_two_allocators_need_not_agree(elsewhere: Elsewhere) -> None:
     """Tensors that lie otherwise here than there, over other allocations, arrive in their places."""
-    source, side = start("source", SIZES, align=4096), Side(SIZES, align=64, block=1 << 16)
-    reader = side.connect(endpoint_in(source.hear()))
+    side = Side(SIZES, align=64, block=1 << 16)
+    reader = side.connect(elsewhere(SIZES, align=4096))
     for begin in range(0, side.whole, 700_001):
         reader.read(begin, min(begin + 700_001, side.whole), soon())
     reader.close()
     assert expected(SIZES) == content(side.image)
 
 
-def test_each_allocation_is_opened_once(start: StartNode) -> None:
+def test_each_allocation_is_opened_once(elsewhere: Elsewhere) -> None:
     """Reading a range again opens nothing anew; what was never read is never opened, but for one to see."""
     sizes = [1 << 20] * 4
-    source, side = start("source", sizes), Side(sizes)
-    reader = side.connect(endpoint_in(source.hear()))
+    side = Side(sizes)
+    reader = side.connect(elsewhere(sizes))
     assert 1 == len(side.driver.opened)
     for _ in range(2):
         reader.read(2 << 20, 3 << 20, soon())
@@ -215,6 +252,27 @@ def test_a_killed_source_is_gone(start: StartNode) -> None:
         reader.read(0, side.whole, soon())
     reader.close()
     assert [] == side.driver.opened
+
+
+def test_a_source_that_dies_while_bytes_are_lent(start: StartNode) -> None:
+    """Copies out of its memory count only if it lived until they had ended: it may have freed the memory."""
+    source, side = start("source", ONE), Side(ONE)
+    reader = side.connect(endpoint_in(source.hear()))
+    side.driver.running.clear()
+    raised: list[RforkError | None] = []
+    thread = threading.Thread(
+        target=lambda: raised.append(raised_by(lambda: reader.read(0, side.whole, soon()))), daemon=True
+    )
+    thread.start()
+    assert side.driver.queued.wait(30)
+    source.process.send_signal(signal.SIGSTOP)
+    side.driver.running.set()
+    # A source that stands still takes the return in, as one does that is dying.
+    thread.join(0.5)
+    source.process.kill()
+    thread.join()
+    reader.close()
+    assert [SourceGone] == [type(error) for error in raised]
 
 
 def test_a_stopped_source_stalls(start: StartNode) -> None:
@@ -263,36 +321,31 @@ def test_a_closing_source_waits_until_its_memory_is_let_go(start: StartNode) -> 
 def test_a_reader_that_stands_still_holds_up_nobody(
     start: StartNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader stopped in mid-copy is cut by a fence, and a closing source does not wait for it for ever."""
+    """Stopped in mid-copy it is cut by a fence, and without one when an answer may take no longer.
+
+    A closing source does not wait for it for ever.
+    """
     monkeypatch.setattr(exporter, "LET_GO_S", 0.1)
-    memory, gate = FakeMemory(), FencedGate()
-    image = image_in(memory, ONE, filled=True)
-    exported = CudaIpcTransport(SETTINGS, lambda: FakeDriver(memory)).export(image, gate)
     target = start("target", ONE)
-    target.tell(json.dumps(told(exported.endpoint())))
-    assert {"reading": 1} == target.hear()
+    gates: list[FencedGate] = []
+    sources: list[CudaIpcExporter] = []
+    for settings in (SETTINGS, Settings(stall_s=0.3)):
+        memory = FakeMemory()
+        gates.append(FencedGate())
+        image, driver = image_in(memory, ONE, filled=True), FakeDriver(memory)
+        sources.append(CudaIpcTransport(settings, partial(same, driver)).export(image, gates[-1]))
+        target.tell(json.dumps(told(sources[-1].endpoint())))
+        assert {"reading": 1} == target.hear()
     target.process.send_signal(signal.SIGSTOP)
-    assert 1 == gate.fence(0.05)
-    exported.close()
+    assert (1, 0) == (gates[0].fence(0.05), gates[1].readings.settle(30))
+    for source in sources:
+        source.close()
 
 
-def test_a_reader_that_stands_still_is_cut_after_a_while(start: StartNode) -> None:
-    """Without any fence, too, bytes are lent for no longer than an answer may take."""
-    memory, gate = FakeMemory(), FencedGate()
-    image = image_in(memory, ONE, filled=True)
-    settings = Settings(stall_s=0.3)
-    exported = CudaIpcTransport(settings, lambda: FakeDriver(memory)).export(image, gate)
-    target = start("target", ONE)
-    target.tell(json.dumps(told(exported.endpoint())))
-    assert {"reading": 1} == target.hear()
-    assert 0 == gate.readings.settle(30)
-    exported.close()
-
-
-def test_a_deadline_that_passes_during_a_copy(start: StartNode) -> None:
+def test_a_deadline_that_passes_during_a_copy(elsewhere: Elsewhere) -> None:
     """The read raises only once the copy has ended, and the reader goes on after that."""
-    source, side = start("source", ONE), Side(ONE)
-    reader = side.connect(endpoint_in(source.hear()))
+    side = Side(ONE)
+    reader = side.connect(elsewhere(ONE))
     side.driver.running.clear()
     raised: list[RforkError | None] = []
     thread = threading.Thread(
@@ -310,10 +363,10 @@ def test_a_deadline_that_passes_during_a_copy(start: StartNode) -> None:
     reader.close()
 
 
-def test_closing_a_reader_in_mid_copy(start: StartNode) -> None:
+def test_closing_a_reader_in_mid_copy(elsewhere: Elsewhere) -> None:
     """Nothing is unmapped before the copy under way has ended."""
-    source, side = start("source", ONE), Side(ONE)
-    reader = side.connect(endpoint_in(source.hear()))
+    side = Side(ONE)
+    reader = side.connect(elsewhere(ONE))
     side.driver.running.clear()
     raised: list[RforkError | None] = []
     reading = threading.Thread(
@@ -401,7 +454,7 @@ def test_bad_questions_harm_nobody(seed: tuple[FencedGate, Endpoint, FakeDriver]
     _, endpoint, _ = seed
     connections = Connections(endpoint.parameters, 10.0)
     with connections.borrowed(soon()) as connection:
-        connection.send(question, [0], deadline=soon())
+        connection.send(question, deadline=soon())
         with pytest.raises(SourceGone):
             connection.receive(soon())
     connections.close()
@@ -425,6 +478,126 @@ def test_a_negative_start_is_the_first_page(seed: tuple[FencedGate, Endpoint, Fa
     assert pages[0] == pages[1]
 
 
+def holding(endpoint: Endpoint, count: int) -> Iterator[tuple[Connections, Connection]]:
+    """Connections that hold on to a source by themselves."""
+    for _ in range(count):
+        connections = Connections(endpoint.parameters, 10.0)
+        with connections.borrowed(soon()) as connection:
+            connection.send({"ask": "hold", "token": TOKEN}, deadline=soon())
+            answer, descriptors = connection.receive(soon())
+            close_all(descriptors)
+            if "held" in answer:
+                yield connections, connection
+        connections.close()
+
+
+def test_as_many_reads_as_places(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
+    """A fork's hold takes none of its places: 64 reads at once all go on."""
+    _, endpoint, _ = seed
+    side = Side(SIZES)
+    reader = side.connect(endpoint)
+    side.driver.running.clear()
+    step = side.whole // MOST_OF_A_FORK
+    raised: list[RforkError | None] = []
+
+    def read(index: int) -> None:
+        raised.append(raised_by(lambda: reader.read(index * step, (index + 1) * step, soon())))
+
+    threads = [threading.Thread(target=read, args=(index,), daemon=True) for index in range(MOST_OF_A_FORK)]
+    for thread in threads:
+        thread.start()
+    # All of them copy at once.
+    assert all(side.driver.streams.acquire(timeout=30) for _ in range(MOST_OF_A_FORK))
+    side.driver.running.set()
+    for thread in threads:
+        thread.join()
+    reader.close()
+    assert [None] * MOST_OF_A_FORK == raised
+
+
+def test_a_hold_ends_with_its_lease(
+    seed: tuple[FencedGate, Endpoint, FakeDriver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader shows its newest token again and again, and lets go once that is refused."""
+    monkeypatch.setattr(holding_module, "SHOW_S", 0.02)
+    gate, endpoint, _ = seed
+    side, shown = Side(SIZES), threading.Semaphore(0)
+    admit = gate.admit
+
+    def note(token: str, begin: int, end: int) -> str:
+        shown.release()
+        return admit(token, begin, end)
+
+    reader = side.connect(endpoint)
+    gate.admit = note  # type: ignore[method-assign]
+    assert all(shown.acquire(timeout=30) for _ in range(3))
+    reader.read(0, side.whole, soon())
+
+    def refuse(token: str, begin: int, end: int) -> str:
+        raise LeaseRefused("the lease is over")
+
+    gate.admit = refuse  # type: ignore[method-assign]
+    assert reader._down.wait(30)  # type: ignore[attr-defined]
+    with pytest.raises(LeaseRefused):
+        reader.read(0, side.whole, soon())
+    assert [] == side.driver.opened
+
+
+def test_holds_of_the_silent_end(
+    seed: tuple[FencedGate, Endpoint, FakeDriver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who shows no token any more is put out; and a fork has a few holds, whatever it asks for."""
+    monkeypatch.setattr(exporter, "IDLE_S", 0.3)
+    _, endpoint, _ = seed
+    held = []
+    for connections, connection in holding(endpoint, 1):
+        with pytest.raises(SourceGone):
+            connection.receive(soon())
+        held.append(connections)
+    assert 1 == len(held)
+
+
+def test_memory_of_two_kinds(seed: tuple[FencedGate, Endpoint, FakeDriver]) -> None:
+    """One of each is tried when the transport is chosen; what is refused later is the source's failure."""
+    memory, gate = FakeMemory(), FencedGate()
+    image = image_in(memory, [1 << 20] * 4, filled=True)
+    memory.blocks = [
+        replace(block, allocation=replace(block.allocation, kind="descriptor" if index < 2 else "legacy"))
+        for index, block in enumerate(memory.blocks)
+    ]
+    exported = CudaIpcTransport(SETTINGS, lambda: FakeDriver(memory)).export(image, gate)
+    side = Side([1 << 20] * 4)
+    side.driver.refuses, side.driver.refused_kinds = INVALID_CONTEXT, ("legacy",)
+    with pytest.raises(TransportUnusable, match="invalid device context"):
+        side.connect(exported.endpoint())
+    side.driver.refuses = None
+    reader = side.connect(exported.endpoint())
+    side.driver.refuses = INVALID_CONTEXT
+    with pytest.raises(SourceGone, match="invalid device context"):
+        reader.read(0, side.whole, soon())
+    reader.close()
+    exported.close()
+
+
+def test_what_is_lent_of_host_memory_is_taken_back() -> None:
+    """A reader that keeps the file of a loan keeps no memory of the source."""
+    memory, gate = FakeMemory(), FencedGate()
+    image = image_in(memory, SIZES, on_host=[1], filled=True)
+    exported = CudaIpcTransport(SETTINGS, lambda: FakeDriver(memory)).export(image, gate)
+    connections = Connections(exported.endpoint().parameters, 10.0)
+    with connections.borrowed(soon()) as connection:
+        connection.send({"ask": "borrow", "token": TOKEN, "begin": 0, "end": 4000}, deadline=soon())
+        _, (file,) = connection.receive(soon())
+        lent = os.fstat(file).st_size
+        connection.send({"ask": "return"}, deadline=soon())
+        connection.receive(soon())
+    left = os.fstat(file).st_size
+    os.close(file)
+    connections.close()
+    exported.close()
+    assert (3997, 0) == (lent, left)
+
+
 # -- between which processes it works -----------------------------------------------------------------
 
 
@@ -442,7 +615,10 @@ def test_another_process_namespace(seed: tuple[FencedGate, Endpoint, FakeDriver]
     side = Side(SIZES)
     side.driver.refuses = INVALID_CONTEXT
     apart = replace(endpoint, parameters={**endpoint.parameters, "processes": "pid:[1]"})
-    with pytest.raises(NotOneHost, match="PID namespace") as caught:
+    with pytest.raises(NotOneHost, match="another PID namespace") as caught:
+        side.connect(apart)
+    apart = replace(endpoint, parameters={**endpoint.parameters, "ipc": "ipc:[1]"})
+    with pytest.raises(NotOneHost, match="another IPC namespace"):
         side.connect(apart)
     assert all(word in caught.value.hint for word in ("hostPID", "--pid", "expandable_segments"))
 

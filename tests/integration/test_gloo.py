@@ -1,40 +1,26 @@
-"""The gloo transport: the contract within one process, then real processes that die, stop and share."""
+"""The gloo transport within one process: the contract, and readers that share."""
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
 
-from rfork.engines.transformers import loaded_model
 from rfork.errors import SourceGone, SourceStalled, TransportUnusable, VersionMismatch
-from rfork.image.capture import capture
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
-from rfork.image.proof import image_sha256
 from rfork.peer.lines import converse
 from rfork.peer.memory import joined
 from rfork.settings import Settings
 from rfork.transport.base import Endpoint, Exporter, Line, Reader
 from rfork.transport.collective import GlooTransport
 from rfork.transport.collective.exporter import CollectiveExporter
-from tests.conftest import StartRfork
-from tests.integration.gloo_node import SIZES, SLOW, a_reader, a_seed
-from tests.integration.test_fork_flow import READY, event, result
+from tests.integration.gloo_processes import ours, until
 from tests.transport_contract import CONTRACT, MIXED, TOKEN, FakeGate, Pair, content, image_of, soon
-
-OURS = ("rfork-gloo", "rfork-line")
 
 
 class Leads:
@@ -84,24 +70,11 @@ class GlooPair(Pair):
         return self.readers[-1]
 
 
-def ours() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name in OURS]
-
-
-def until(condition: Callable[[], bool]) -> bool:
-    """Whether the condition comes to hold within half a minute."""
-    deadline, changed = soon(), threading.Event()
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        changed.wait(0.01)
-    return False
-
-
 @pytest.fixture
 def pair() -> Iterator[GlooPair]:
     """A source and a target in this process; at the end none of their threads is left."""
     made = GlooPair.over(GlooTransport(Settings()))
+    assert isinstance(made, GlooPair)
     yield made
     made.close()
     assert until(lambda: not ours()), ours()
@@ -230,134 +203,3 @@ def test_nothing_is_left_after_twenty_readers(pair: GlooPair) -> None:
     for _ in range(20):
         once()
     assert until(lambda: counts() <= before), (before, counts())
-
-
-# -- real processes ------------------------------------------------------------------------------------------
-
-
-class Node:
-    """A process of `tests.integration.gloo_node`, its events as lines."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.gloo_node", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def heard(self) -> str:
-        """The next event; empty once it has ended."""
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-@pytest.fixture
-def node() -> Iterator[Callable[..., Node]]:
-    """Starts nodes, and kills them when the test ends."""
-    started: list[Node] = []
-
-    def start(*arguments: str) -> Node:
-        started.append(Node(*arguments))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.close()
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_target_that_dies_or_stops_in_mid_send(node: Callable[..., Node], how: signal.Signals) -> None:
-    """The source's threads are free again, and its next reader gets everything."""
-    seed = a_seed(rate=SLOW, stall_s=2.0)
-    target = node("read", seed.report().address, "fork-1")
-    assert ["connected", "chunk"] == [target.heard(), target.heard()]
-    assert until(lambda: seed.given_bytes > 4 * MIB)  # in the midst of the next read
-    target.signal(how)
-    assert until(lambda: not ours().count("rfork-gloo"))
-    image = image_of(SIZES)
-    peer, _, reader = a_reader(seed.report().address, image, "fork-2")
-    reader.read(0, image.layout.image_bytes, soon())
-    reader.close()
-    peer.close()
-    whole = content(seed.image)
-    seed.close()
-    assert content(image) == whole
-    target.close()
-    assert until(lambda: not ours()), ours()
-
-
-def test_a_target_that_was_stopped_goes_on(node: Callable[..., Node]) -> None:
-    """Its group is over by then; it joins another one and gets the rest."""
-    seed = a_seed(rate=SLOW, stall_s=1.0)
-    target = node("read", seed.report().address, "fork-1")
-    assert ["connected", "chunk"] == [target.heard(), target.heard()]
-    assert until(lambda: seed.given_bytes > 4 * MIB)  # in the midst of the next read
-    target.signal(signal.SIGSTOP)
-    assert until(lambda: not ours().count("rfork-gloo"))
-    target.signal(signal.SIGCONT)
-    heard = iter(target.heard, "")
-    last = next(word for word in heard if word != "chunk")
-    expected = hashlib.sha256(content(seed.image)).hexdigest()
-    seed.close()
-    assert expected == last
-
-
-@pytest.mark.parametrize(
-    ("how", "kind"),
-    [(signal.SIGKILL, SourceGone), (signal.SIGSTOP, SourceStalled)],
-    ids=["killed", "stopped"],
-)
-def test_a_source_that_dies_or_stops_in_mid_send(
-    node: Callable[..., Node], how: signal.Signals, kind: type[Exception]
-) -> None:
-    """The read says so, by its deadline, and nothing of the reader is left."""
-    source = node("seed", str(SLOW))
-    image = image_of(SIZES)
-    peer, _, reader = a_reader(source.heard(), image, "fork-1", stall_s=2.0)
-    reader.read(*image.layout.chunks[0], soon())
-    source.signal(how)
-    deadline = time.monotonic() + 4.0
-    with pytest.raises(kind):
-        reader.read(0, image.layout.image_bytes, deadline)
-    late = time.monotonic() - deadline
-    reader.close()
-    peer.close()
-    assert until(lambda: not ours()), ours()
-    assert late < 10.0
-
-
-def test_a_fence_cuts_what_is_under_way(node: Callable[..., Node]) -> None:
-    """Though the reader has stopped and takes nothing: the update does not wait for it."""
-    seed = a_seed()
-    target = node("read", seed.report().address, "fork-1")
-    assert "connected" == target.heard()
-    target.signal(signal.SIGSTOP)
-    seed.fence()
-    seed.close()
-    assert until(lambda: not ours()), ours()
-
-
-def test_a_fork_through_the_planner(rfork_process: StartRfork, tiny_model: Path) -> None:
-    """Planner, seed and pull that are told gloo and nothing else: the right bytes, by gloo."""
-    planner = rfork_process("planner", "--port", "0", "--json", until=READY)
-    url = event(planner)["url"]
-    over = {"RFORK_TRANSPORTS": "gloo"}
-    shared = (str(tiny_model), "--name", "tiny", "--planner", url, "--json")
-    rfork_process("seed", *shared, until=READY, environment=over)
-    pull = rfork_process("pull", *shared, "--sha256", environment=over)
-    report = result(pull)
-    expected = image_sha256(capture(loaded_model(tiny_model)))
-    sources = cast(list[dict[str, str]], report["sources"])
-    assert ("forked", expected, ["gloo"]) == (
-        report["outcome"],
-        report["sha256"],
-        [source["transport"] for source in sources],
-    )

@@ -39,11 +39,15 @@ LINE_THREADS = ("rfork-line",)
 
 
 class Talker(MemoryExporter):
-    """Answers each message with itself reversed; `hush` ends the line, `flood` says more than can wait."""
+    """Answers each message with itself reversed; `hush` ends the line, `flood` says more than can wait.
+
+    Notes are heard, and not answered.
+    """
 
     def __init__(self, network: MemoryNetwork, image: Image, gate: Gate) -> None:
         super().__init__(network, image, gate, Faults())
         self.begun = threading.Semaphore(0)
+        self.notes: list[bytes] = []
         self.ended: list[RforkError] = []
         self.over = threading.Semaphore(0)
 
@@ -54,6 +58,9 @@ class Talker(MemoryExporter):
                 if message == b"flood":
                     while True:
                         line.send(bytes(LARGEST_MESSAGE))
+                if message.startswith(b"note"):
+                    self.notes.append(message)
+                    continue
                 if message == b"break":
                     raise ValueError("a bug")
                 line.send(message[::-1])
@@ -205,6 +212,16 @@ def test_the_reader_hangs_up(scene: Scene) -> None:
     with pytest.raises(SourceGone):
         line.receive(soon())
     assert [SourceGone] == [type(error) for error in scene.talker.ended]
+
+
+def test_what_was_said_before_hanging_up_is_heard(scene: Scene) -> None:
+    """A reader that says it is done and closes the line has said so."""
+    line = scene.peer.talk(scene.channel_id)
+    line.send(b"note one")
+    line.send(b"note two")
+    line.close()
+    assert scene.talker.over.acquire(timeout=SOON_S)
+    assert [b"note one", b"note two"] == scene.talker.notes
 
 
 def test_a_bug_in_one_conversation_ends_that_line_alone(scene: Scene) -> None:

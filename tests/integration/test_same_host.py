@@ -3,21 +3,49 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import socket
 import stat
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rfork.errors import NotOneHost, RforkError, SettingsError, SourceCorrupt, SourceGone, SourceStalled
+from rfork.errors import (
+    NotOneHost,
+    RforkError,
+    SettingsError,
+    SourceCorrupt,
+    SourceGone,
+    SourceStalled,
+    TargetError,
+)
+from rfork.transport.same_host import listening, server
 from rfork.transport.same_host.connection import MOST_DESCRIPTORS, Connection, close_all
 from rfork.transport.same_host.dialling import Connections
+from rfork.transport.same_host.host import socket_path
 from rfork.transport.same_host.messages import LARGEST_MESSAGE
-from rfork.transport.same_host.server import LOBBY, MOST_OF_A_FORK, LocalServer
+from rfork.transport.same_host.server import LOBBY, MOST_HOLDS_OF_A_FORK, MOST_OF_A_FORK, LocalServer
 from tests.transport_contract import soon
+
+LINGER_S = 10
+"""Seconds that a stranger's socket takes to close."""
+
+
+def _kernel_can_refuse() -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, 83, 0)
+        except OSError:
+            return False
+    return True
+
+
+PASSRIGHTS = _kernel_can_refuse()
 
 
 class Echo:
@@ -67,16 +95,197 @@ def raw() -> Iterator[tuple[socket.socket, Connection]]:
         yield one, connection
 
 
-def test_messages_and_descriptors_cross(echo: Echo) -> None:
-    """Both ways, and what arrives is closed by an exec."""
-    read_end, write_end = os.pipe()
+def test_messages_cross(echo: Echo) -> None:
+    """Both ways."""
     with contextlib.closing(echo.connections()) as connections, connections.borrowed(soon()) as connection:
-        connection.send({"text": "é", "numbers": [1, 2]}, [write_end], deadline=soon())
-        message, (received,) = connection.receive(soon())
+        connection.send({"text": "é", "numbers": [1, 2]}, deadline=soon())
+        answer, descriptors = connection.receive(soon())
+    assert ({"text": "é", "numbers": [1, 2], "seated": False}, []) == (answer, descriptors)
+
+
+def test_descriptors_cross() -> None:
+    """What arrives is closed by an exec."""
+    read_end, write_end = os.pipe()
+    with raw() as (source, connection):
+        socket.send_fds(source, [b"{}"], [write_end])
+        _, (received,) = connection.receive(soon())
     os.write(received, b"x")
     assert (b"x", False) == (os.read(read_end, 5), os.get_inheritable(received))
-    assert {"text": "é", "numbers": [1, 2], "seated": False} == message
     close_all([read_end, write_end, received])
+
+
+def lingering(patience_s: int) -> tuple[socket.socket, list[socket.socket]]:
+    """A TCP socket whose last close takes so long, and what keeps it so."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    sender = socket.create_connection(listener.getsockname())
+    sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    sender.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            sender.send(bytes(1 << 16))
+    sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, patience_s))
+    return sender, [listener, listener.accept()[0]]
+
+
+def stranger_to(echo: Echo) -> socket.socket:
+    """A socket that is connected to the server, without a word."""
+    address = echo.server.parameters["socket"]
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stranger.settimeout(30)
+    if address.startswith("@"):
+        stranger.connect(f"\0{address[1:]}")
+    else:
+        with socket_path(Path(address)) as path:
+            stranger.connect(path)
+    return stranger
+
+
+@pytest.mark.skipif(not PASSRIGHTS, reason="needs Linux 6.16")
+def test_the_kernel_refuses_descriptors_of_strangers(echo: Echo) -> None:
+    """Before the server hears of them, and after it; who sends none is served."""
+    with stranger_to(echo) as stranger, contextlib.closing(echo.connections()) as connections:
+        for _ in range(2):
+            with pytest.raises(PermissionError):
+                socket.send_fds(stranger, [b"{}"], [0])
+            assert not exchange(connections)
+
+
+@pytest.mark.parametrize("packets", [1, 3], ids=["received", "not received"])
+def test_a_descriptor_that_is_slow_to_close_holds_up_no_close(
+    packets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger's socket lingers where it is closed last, on a kernel that lets it in; `close` returns."""
+    monkeypatch.setattr(listening, "_SO_PASSRIGHTS", -1)
+    monkeypatch.setattr(server, "CLOSE_S", 0.1)
+    got = threading.Event()
+
+    def serve(connection: Connection) -> None:
+        _, descriptors = connection.receive(soon())
+        got.set()
+        close_all(descriptors)
+        connection.receive(soon())
+
+    slow, others = lingering(LINGER_S)
+    echo = Echo()
+    echo.server.close()
+    echo.server = LocalServer("slow", None, serve, nice=0)
+    with stranger_to(echo) as stranger:
+        for _ in range(packets):
+            socket.send_fds(stranger, [b"{}"], [slow.fileno()])
+        # The message's copy is now the last: this side's is closed without lingering, as it is not.
+        slow.close()
+        assert got.wait(30)
+        closing = threading.Thread(target=echo.server.close, daemon=True)
+        closing.start()
+        closing.join(LINGER_S / 2)
+        assert not closing.is_alive()
+    for other in others:
+        other.close()
+
+
+def test_close_waits_for_who_touches_memory() -> None:
+    """However long that takes, and nobody begins to after it."""
+    begun, release = threading.Event(), threading.Event()
+    late: list[str] = []
+
+    def serve(connection: Connection) -> None:
+        with made.touching():
+            begun.set()
+            release.wait(30)
+        try:
+            with made.touching():
+                late.append("touched")
+        except SourceGone as error:
+            late.append(error.kind)
+
+    made = LocalServer("touch", None, serve, nice=0)
+    with contextlib.closing(Connections(made.parameters, 30)) as connections:
+        connections.open(soon())
+        assert begun.wait(30)
+        closing = threading.Thread(target=made.close, daemon=True)
+        closing.start()
+        closing.join(0.1)
+        waited = closing.is_alive()
+        release.set()
+        closing.join()
+    assert (True, ["SourceGone"]) == (waited, late)
+
+
+def test_another_process_at_the_sources_socket(echo: Echo) -> None:
+    """Who took the name of a source that died is not believed, where the numbers of processes compare."""
+    parameters = {**echo.server.parameters, "process": "1 0"}
+    with pytest.raises(SourceGone, match="another process"):
+        Connections(parameters, 30).open(soon())
+    apart = {**parameters, "numbering": "pid:[1] user:[1]"}
+    with contextlib.closing(Connections(apart, 30)) as connections:
+        connections.open(soon())
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
+def test_a_socket_that_may_not_be_connected_to(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's, or one with another label: the next transport is taken, and the hint says why."""
+    echo = Echo()
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket.socket, "connect", refuse)
+        with pytest.raises(NotOneHost) as caught:
+            echo.connections().open(soon())
+    echo.server.close()
+    assert all(word in caught.value.hint for word in ("user", "SELinux"))
+
+
+def test_a_socket_that_cannot_be() -> None:
+    """What a source says is its socket is no path: that is its fault."""
+    echo = Echo()
+    with pytest.raises(SourceCorrupt):
+        Connections({**echo.server.parameters, "socket": "/a\0b/c"}, 30).open(soon())
+    echo.server.close()
+
+
+def test_a_side_without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It blames itself, and neither the source nor the host."""
+    echo = Echo()
+    connections = echo.connections()
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", refuse)
+        with pytest.raises(TargetError):
+            connections.open(soon())
+    echo.server.close()
+
+
+def test_descriptors_that_the_kernel_keeps_back() -> None:
+    """The limit of open files, or a security module: both are named."""
+    with raw() as (source, connection):
+        socket.send_fds(source, [b"{}"], [0] * 5)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            with pytest.raises(TargetError, match="SELinux") as caught:
+                connection.receive(soon())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "ulimit" in caught.value.hint
+
+
+def test_holds_take_no_places() -> None:
+    """A fork that holds on still has all of its places, and no more than a few holds."""
+    made = LocalServer("hold", None, lambda connection: None, nice=0)
+    crowd = [Connection(socket.socket()) for _ in range(MOST_OF_A_FORK + MOST_HOLDS_OF_A_FORK + 2)]
+    made._lobby |= dict.fromkeys(crowd)
+    held = [made.hold(connection, "fork-1") for connection in crowd[: MOST_HOLDS_OF_A_FORK + 1]]
+    seated = [made.seat(connection, "fork-1") for connection in crowd[MOST_HOLDS_OF_A_FORK + 1 :]]
+    made.close()
+    for connection in crowd:
+        connection.close()
+    assert (MOST_HOLDS_OF_A_FORK, False) == (held.count(True), held[-1])
+    assert (MOST_OF_A_FORK, False) == (seated.count(True), seated[-1])
 
 
 def test_a_socket_in_a_folder_is_this_users_alone(tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import gc
 import json
 import mmap
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,16 +19,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from rfork.errors import NotOneHost, SourceBusy, SourceChanged, SourceGone, SourceStalled
+from rfork.errors import (
+    NotOneHost,
+    SourceBusy,
+    SourceChanged,
+    SourceCorrupt,
+    SourceError,
+    SourceGone,
+    SourceStalled,
+)
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
 from rfork.settings import Settings
 from rfork.transport.base import Endpoint, Reader
-from rfork.transport.same_host.connection import close_all
+from rfork.transport.same_host.connection import Connection, close_all
 from rfork.transport.same_host.dialling import Connections
 from rfork.transport.same_host.messages import Message
-from rfork.transport.shared_memory import SharedMemoryTransport, exporter
+from rfork.transport.same_host.server import LocalServer
+from rfork.transport.shared_memory import SharedMemoryTransport, exporter, pages, shelf
+from rfork.transport.shared_memory import reader as reader_module
 from rfork.transport.shared_memory.pages import Kernel
+from rfork.transport.shared_memory.sealed import Sealed, memory_file, read
 from tests.conftest import StartRfork
 from tests.integration.shared_memory_source import NEW, OLD, SIZES, Source
 from tests.integration.weights_node import Node, sha256_of
@@ -33,6 +47,18 @@ from tests.transport_contract import CONTRACT, TOKEN, FakeGate, Pair, content, i
 
 READY = r'"event": ?"ready"'
 LARGE = (32 * MIB, 1000, 30 * MIB + 5)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def large_allocations_are_mappings() -> None:
+    """As in a process that begins: glibc takes larger and larger ones from its heap as tests free them."""
+    ctypes.CDLL(None).mallopt(-3, 128 << 10)  # M_MMAP_THRESHOLD
+
+
+@pytest.fixture(autouse=True)
+def room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else runs on this machine takes: sources in this process find enough memory."""
+    monkeypatch.setattr(exporter, "has_room", lambda nbytes: True)
 
 
 def transport(**settings: str) -> SharedMemoryTransport:
@@ -187,6 +213,219 @@ def test_a_relay_whose_memory_is_other_than_what_it_received_gives_its_memory() 
             assert content(made.target) == content(fork_of(relay.endpoint(), LARGE))
 
 
+def keeper_has_looked(gate: FakeGate, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let an exporter that is made from now on look often; blocks until it has looked once more, in full."""
+    looked = threading.Semaphore(0)
+    etag = gate.etag
+
+    def tell() -> str:
+        if threading.current_thread().name == "rfork-shared-memory":
+            looked.release()
+        return etag()
+
+    def wait() -> None:
+        while looked.acquire(blocking=False):
+            pass
+        for _ in range(2):
+            assert looked.acquire(timeout=30)
+
+    monkeypatch.setattr(gate, "etag", tell)
+    monkeypatch.setattr(exporter, "LOOK_S", 0.01)
+    return wait
+
+
+def test_forks_that_come_far_apart_share_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long nobody asked: what the first one maps is what the second one gets."""
+    gc.collect()  # images of other tests
+    before = mapped()["Pss"]
+    gate, source = FakeGate(), image_of(LARGE, seed=1)
+    wait = keeper_has_looked(gate, monkeypatch)
+    with contextlib.closing(transport().export(source, gate)) as exported:
+        first = fork_of(exported.endpoint(), LARGE)
+        wait()
+        second = fork_of(exported.endpoint(), LARGE)
+        assert [content(source)] * 2 == [content(first), content(second)]
+        assert mapped()["Pss"] - before < 1.1 * source.layout.image_bytes
+
+
+def test_what_is_kept_goes_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source lets go of its copy, and gives by pieces until there is room again."""
+    gate, source = FakeGate(), image_of(LARGE, seed=1)
+    wait = keeper_has_looked(gate, monkeypatch)
+    request: Message = {"token": TOKEN, "begin": 0, "end": MIB, "wishes": []}
+    answers: list[bool] = []
+    with contextlib.closing(transport().export(source, gate)) as exported:
+        for room in (True, False, True):
+            monkeypatch.setattr(exporter, "has_room", lambda nbytes, room=room: room)
+            wait()
+            message, descriptors = asked(exported.endpoint(), request)
+            close_all(descriptors)
+            answers.append("sealed" in message)
+    assert [True, False, True] == answers
+
+
+def test_a_full_shelf_makes_no_more_and_drops_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks beyond those that may be kept come by pieces: they cost the source nothing, however many ask."""
+    monkeypatch.setattr(shelf, "MOST_KEPT", 3)
+    with pair() as made:
+        files = []
+        for _ in range(2):
+            for chunk in range(5):
+                request: Message = {
+                    "token": TOKEN,
+                    "begin": chunk * MIB,
+                    "end": (chunk + 1) * MIB,
+                    "wishes": [],
+                }
+                message, descriptors = asked(made.exporter.endpoint(), request)
+                files.append(os.fstat(descriptors[0]).st_ino if "sealed" in message else 0)
+                close_all(descriptors)
+        assert (files[:5], [0, 0], 3) == (files[5:], files[3:5], len(set(files[:3])))
+
+
+def test_readers_that_come_at_once_take_no_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for four chunks is that for four, though all readers ask before the first file is made."""
+    readers = 12
+    begun, made_bytes = threading.Barrier(readers), [0]
+    monkeypatch.setattr(exporter, "has_room", lambda nbytes: made_bytes[0] + nbytes <= 4 * MIB)
+    with pair() as made:
+
+        def hold(nbytes: int) -> None:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                begun.wait(10)
+
+        made.gate.before_slice = hold
+        keep = made.exporter._shelf.keep  # type: ignore[attr-defined]
+
+        def count(chunk: int, sealed: Sealed) -> None:
+            made_bytes[0] += MIB
+            keep(chunk, sealed)
+
+        monkeypatch.setattr(made.exporter._shelf, "keep", count)  # type: ignore[attr-defined]
+
+        def ask(chunk: int) -> bool:
+            request: Message = {
+                "token": TOKEN,
+                "begin": chunk * MIB,
+                "end": (chunk + 1) * MIB,
+                "wishes": [],
+            }
+            message, descriptors = asked(made.exporter.endpoint(), request)
+            close_all(descriptors)
+            return "sealed" in message
+
+        with ThreadPoolExecutor(readers) as pool:
+            sealed = list(pool.map(ask, range(readers)))
+    assert 4 >= sealed.count(True) > 0
+
+
+def test_a_reader_that_keeps_pieces_keeps_no_memory() -> None:
+    """They are empty once the connection has ended, and cannot be sealed against that."""
+    with pair() as made:
+        _, descriptors = asked(made.exporter.endpoint(), {"token": TOKEN, "begin": 0, "end": MIB})
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(descriptors[0], 1033, 2)  # F_ADD_SEALS, F_SEAL_SHRINK
+        made.exporter.close()
+        assert 0 == os.fstat(descriptors[0]).st_size
+        close_all(descriptors)
+
+
+@pytest.mark.parametrize(("ends", "expected"), [(True, SourceGone), (False, SourceCorrupt)])
+def test_a_piece_that_is_empty(
+    ends: bool, expected: type[SourceError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source that ended took it back; one that did not has broken its word."""
+    done, ended = threading.Event(), threading.Event()
+    really = read
+
+    def read_late(*arguments: object) -> None:
+        assert not ends or ended.wait(30)
+        really(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reader_module, "read", read_late)
+
+    def serve(connection: Connection) -> None:
+        connection.receive(soon())
+        piece = memory_file(sealable=False)
+        answer: Message = {"piece": 0, "begin": 0, "end": MIB}
+        connection.send(answer, [piece.number], deadline=soon())
+        if ends:
+            connection.cut()
+            ended.set()
+        done.wait(30)
+
+    server = LocalServer("empty", None, serve, nice=0)
+    with reading(Endpoint("shared_memory", server.parameters), image_of(LARGE)) as reader:
+        with pytest.raises(expected):
+            reader.read(0, MIB, soon())
+        done.set()
+    server.close()
+
+
+def test_a_chunk_that_is_given_whole_is_metered_whole() -> None:
+    """Whatever part of it was asked for."""
+    granted: list[int] = []
+    with pair() as made:
+        made.gate.before_slice = granted.append
+        message, descriptors = asked(
+            made.exporter.endpoint(), {"token": TOKEN, "begin": 5, "end": 6, "wishes": []}
+        )
+        close_all(descriptors)
+        assert ("sealed" in message, message["begin"], message["end"]) == (True, 0, MIB)
+    assert MIB == sum(granted)
+
+
+def test_a_chunk_that_is_dropped_while_it_is_paid_for_is_paid_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its pieces are those that were paid for."""
+    monkeypatch.setattr(exporter, "PIECE_BYTES", MIB // 4)
+    granted: list[int] = []
+    with pair(shared_memory="copy") as made:
+        endpoint = made.exporter.endpoint()
+        close_all(asked(endpoint, {"token": TOKEN, "begin": 0, "end": MIB, "wishes": []})[1])
+
+        def drop(nbytes: int) -> None:
+            granted.append(nbytes)
+            made.exporter._shelf.drop(0)  # type: ignore[attr-defined]
+
+        made.gate.before_slice = drop
+        made.connect().read(0, 2 * MIB, soon())
+        assert content(made.source, 0, 2 * MIB) == content(made.target, 0, 2 * MIB)
+    assert 2 * MIB == sum(granted)
+
+
+def test_a_relay_compares_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of its weights waits for a slice at most, and what was compared across it is not given."""
+    monkeypatch.setattr(exporter, "SLICE_BYTES", MIB // 4)
+    with pair() as made:
+        gate = FakeGate()
+        relay = made.transport.export(made.target, gate)
+        with contextlib.closing(relay):
+            made.connect().read(0, 2 * MIB, soon())
+            close_all(asked(relay.endpoint(), {"token": TOKEN, "begin": 0, "end": MIB, "wishes": []})[1])
+            slices = {(begin, end) for begin, end in gate.admitted if end - begin < MIB}
+            assert {(at, at + MIB // 4) for at in range(0, MIB, MIB // 4)} == slices
+            reading = gate.reading
+
+            def change(*arguments: object) -> contextlib.AbstractContextManager[None]:
+                gate.generation += 1
+                return reading(*arguments)  # type: ignore[arg-type]
+
+            monkeypatch.setattr(gate, "reading", change)
+            with pytest.raises(SourceChanged):
+                fork_of(relay.endpoint(), LARGE)
+
+
+def test_a_kernel_that_brings_no_pages_in_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Linux 5.14 chunks are mapped all the same."""
+    monkeypatch.setattr(pages, "MADV_POPULATE_READ", 222)
+    with pair() as made:
+        made.connect().read(0, made.source.layout.image_bytes, soon())
+        assert content(made.source) == content(made.target)
+        assert mapped()["Rss"] > 0.9 * LARGE[0]
+
+
 def test_nothing_is_left_open() -> None:
     """Once both sides are closed and the images are gone, so are the descriptors and the mappings."""
     gc.collect()
@@ -319,7 +558,7 @@ def test_an_image_that_is_not_on_this_host() -> None:
 def test_a_source_out_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is busy, not broken."""
 
-    def refuse() -> None:
+    def refuse(*, sealable: bool = True) -> None:
         raise OSError(24, "Too many open files")
 
     with pair() as made:

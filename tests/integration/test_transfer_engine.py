@@ -25,10 +25,10 @@ from rfork.image.memory import Image, Segment
 from rfork.image.specs import TensorSpec
 from rfork.settings import Settings
 from rfork.transport.base import Endpoint
+from rfork.transport.packet_filter import PacketFilter
 from rfork.transport.transfer_engine import TransferEngineTransport
 from rfork.transport.transfer_engine.engine import Engine
 from rfork.transport.transfer_engine.library import library_state
-from rfork.transport.transfer_engine.packet_filter import PacketFilter
 from rfork.transport.transfer_engine.reader import TransferEngineReader
 from tests.integration.bad_peer_node import takes_connections
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from rfork import settings as options
 from rfork.errors import SettingsError, SourceChanged, StorageCorrupt, StorageMissing
 from rfork.image.digest import RunningDigest, digest_bytes
+from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
-from rfork.image.memory import Image
 from rfork.image.safetensors_header import header
 from rfork.settings import StorageSettings
 from rfork.storage.blob import Store, Writer
@@ -52,8 +53,25 @@ class Written:
     already: int
 
 
+class Readable(Protocol):
+    """What is written: an `Image`, or what reads one in its place; see there for what these do."""
+
+    @property
+    def layout(self) -> Layout:
+        """See `Image`."""
+        ...
+
+    def readable(self, begin: int, end: int) -> AbstractContextManager[Sequence[memoryview]]:
+        """See `Image.readable`."""
+        ...
+
+    def digest(self, chunk: int) -> bytes:
+        """See `Image.digest`."""
+        ...
+
+
 def write_snapshot(
-    image: Image,
+    image: Readable,
     manifest: Manifest,
     uri: str | Path,
     *,
@@ -110,7 +128,7 @@ def write_snapshot(
 class _Job:
     """One image on its way into storage."""
 
-    image: Image
+    image: Readable
     manifest: Manifest
     check: bool
     progress: Callable[[int], None] | None
@@ -222,7 +240,7 @@ def _within(folder: Location, chunks: str) -> str:
     return within
 
 
-def _length(image: Image, chunk: int) -> int:
+def _length(image: Readable, chunk: int) -> int:
     begin, end = image.layout.chunks[chunk]
     return end - begin
 

@@ -10,6 +10,7 @@ from rfork.errors import RforkError, SourceBusy, SourceCorrupt
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import Endpoint, Gate, Line
+from rfork.transport.collective.at_exit import AtExit
 from rfork.transport.collective.group import Backend
 from rfork.transport.collective.member import Member
 from rfork.transport.collective.messages import Ask, Drop, Have, Join, Over, Put, Want, hear_reader
@@ -18,6 +19,8 @@ from rfork.transport.collective.sending import SendingGroup
 LISTEN_S = 3600.0
 """A reader may say nothing for long: its line ends with its channel, and that with its lease."""
 MOST_KNOWN = 4096
+LEAVE_S = 8.0
+"""A process that ends waits so long for its groups; one that forms now needs most of that."""
 
 log = logger(__name__)
 
@@ -37,12 +40,13 @@ class CollectiveExporter:
         self._members: set[Member] = set()
         self._groups: set[SendingGroup] = set()
         self._closed = False
+        self._at_exit = AtExit(self._leave_process)
         self.broadcasts = 0
         """Pieces that went to several readers at once, of groups that are over."""
         self.sends = 0
         log.warning(
-            f"{backend.name}: whoever reaches the ports of a group of readers is not kept out of it; "
-            "take it out of RFORK_TRANSPORTS unless you trust all hosts that reach this one"
+            f"{backend.name}: its ports ask for no lease, and let in {backend.open_to}, to read and to end "
+            "this process; take it out of RFORK_TRANSPORTS unless you trust all of them"
         )
 
     def endpoint(self) -> Endpoint:
@@ -88,6 +92,13 @@ class CollectiveExporter:
 
     def close(self) -> None:
         """End all lines and groups; returns once none touches the image. Safe to call twice."""
+        self._end(None)
+        self._at_exit.cancel()
+
+    def _leave_process(self) -> None:
+        self._end(time.monotonic() + LEAVE_S)
+
+    def _end(self, deadline: float | None) -> None:
         with self._lock:
             self._closed = True
             members, groups = list(self._members), list(self._groups)
@@ -96,7 +107,7 @@ class CollectiveExporter:
         for group in groups:
             group.break_up("the source stops giving")
         for group in groups:
-            group.join()
+            group.join(deadline)
 
     def _heed(self, member: Member, message: Join | Want | Drop | Put | Ask) -> None:
         if isinstance(message, Join):

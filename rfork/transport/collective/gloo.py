@@ -1,14 +1,14 @@
 """gloo: process groups over TCP between host memories.
 
 A group's sockets listen on this instance's own address and on a port that the system picks; gloo asks
-nobody who connects for anything. What a reader tells of where it listens is checked before it is believed.
+nobody who connects for anything, and one malformed message from a rank ends the process. So a packet
+filter lets nobody to that port but the hosts of the group (`ShutKeys`). What a reader tells of where it
+listens is checked before it is believed.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -23,14 +23,13 @@ from rfork.errors import SourceGone, SourceStalled, TransportUnusable
 from rfork.image.memory import Image
 from rfork.transport.collective.group import Process, broken
 from rfork.transport.collective.rendezvous import Keys, KeyStore
+from rfork.transport.collective.shut import ShutKeys, listens_at
+from rfork.transport.packet_filter import PacketFilter
 
 BLOCK_BYTES = 16 << 20
 POISON_S = 0.001
 POISON_TAG = 1
 GRACE_S = 2.0
-LONGEST_HOSTNAME = 255
-ADDRESS_BYTES = 136
-"""A `sockaddr_storage` and a sequence number: how gloo tells where a rank listens."""
 
 
 class GlooBackend:
@@ -38,6 +37,7 @@ class GlooBackend:
 
     name = "gloo"
     block_bytes = BLOCK_BYTES
+    open_to = "every process on a reader's host"
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -63,17 +63,21 @@ class GlooBackend:
         """Nothing: host memory has no streams."""
         return nullcontext()
 
-    def form(self, keys: Keys, rank: int, size: int, device: torch.device, deadline: float) -> GlooGroup:
+    def form(
+        self, keys: Keys, rank: int, size: int, readers: str, device: torch.device, deadline: float
+    ) -> GlooGroup:
         """See `Backend.form`."""
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = _left(deadline)
         options._threads = 1
+        shut = ShutKeys(keys, rank, size, readers, deadline)
         try:
             options._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
-            group = ProcessGroupGloo(KeyStore(keys, deadline), rank, size, options)
+            group = ProcessGroupGloo(KeyStore(shut, deadline), rank, size, options)
         except RuntimeError as error:
+            shut.port.close()
             raise broken(error, "no gloo group could be formed") from None
-        return GlooGroup(cast(Process, group), rank)
+        return GlooGroup(cast(Process, group), rank, shut.port)
 
     def sent_by_source(self, readers: int) -> int:
         """gloo broadcasts along a binomial tree: the source sends to every power of two."""
@@ -81,14 +85,16 @@ class GlooBackend:
 
     def admits(self, key: str, value: bytes, rank: int, size: int, address: str) -> bool:
         """A reader tells where it itself listens, on the host that its channel was opened from."""
-        return key == f"0/{rank}" and listens_at(value, size) == ipaddress.ip_address(address)
+        at = listens_at(value, size)
+        return key == f"0/{rank}" and at is not None and at.host == ipaddress.ip_address(address)
 
 
 class GlooGroup:
     """See `Group`."""
 
-    def __init__(self, group: Process, rank: int) -> None:
+    def __init__(self, group: Process, rank: int, port: PacketFilter) -> None:
         self._group: Process | None = group
+        self._port = port
         self._peer = 0 if rank else 1
         self._lock = threading.Lock()
         self._aborted = False
@@ -143,27 +149,9 @@ class GlooGroup:
     def close(self) -> None:
         """See `Group.close`."""
         self.abort()
+        self._port.close()
         with self._lock:
             self._group = None
-
-
-def listens_at(value: bytes, size: int) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address in what a rank of a group of `size` tells of itself; None: gloo did not write that.
-
-    Its host's name, its address, a number for each rank; each of the first two behind its length.
-    """
-    if len(value) < 8:
-        return None
-    (named,) = struct.unpack_from("=Q", value)
-    if named > LONGEST_HOSTNAME or len(value) != 8 + named + 8 + ADDRESS_BYTES + 8 * size:
-        return None
-    length, family = struct.unpack_from("=QH", value, 8 + named)
-    if length != ADDRESS_BYTES:
-        return None
-    at = 8 + named + 8
-    if family == socket.AF_INET:
-        return ipaddress.IPv4Address(value[at + 4 : at + 8])
-    return ipaddress.IPv6Address(value[at + 8 : at + 24]) if family == socket.AF_INET6 else None
 
 
 def _left(deadline: float) -> timedelta:

@@ -68,6 +68,8 @@ class Backend(Protocol):
     name: str
     block_bytes: int
     """Most bytes that move at once."""
+    open_to: str
+    """Who may join a group unasked, and so read, or end the process: in words."""
 
     def version(self) -> str:
         """Of the library: told to the other side before it joins."""
@@ -85,8 +87,13 @@ class Backend(Protocol):
         """Around all that one thread does with a group and its blocks."""
         ...
 
-    def form(self, keys: Keys, rank: int, size: int, device: torch.device, deadline: float) -> Group:
-        """Join a group as `rank`; returns once all have. Raises SourceGone or SourceStalled."""
+    def form(
+        self, keys: Keys, rank: int, size: int, readers: str, device: torch.device, deadline: float
+    ) -> Group:
+        """Join a group as `rank`; returns once all have. Raises SourceGone or SourceStalled.
+
+        `readers`: on the source, the IP address of the host that the readers are on; on a reader, empty.
+        """
         ...
 
     def sent_by_source(self, readers: int) -> int:

@@ -43,6 +43,7 @@ class NcclBackend:
 
     name = "nccl"
     block_bytes = BLOCK_BYTES
+    open_to = "whoever reaches them"
 
     def version(self) -> str:
         """NCCL's, as MAJOR.MINOR.PATCH."""
@@ -68,7 +69,9 @@ class NcclBackend:
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
             yield
 
-    def form(self, keys: Keys, rank: int, size: int, device: torch.device, deadline: float) -> NcclGroup:
+    def form(
+        self, keys: Keys, rank: int, size: int, readers: str, device: torch.device, deadline: float
+    ) -> NcclGroup:
         """See `Backend.form`; returns once the communicator is there."""
         options = ProcessGroupNCCL.Options()
         options._timeout = NEVER

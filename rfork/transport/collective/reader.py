@@ -1,12 +1,10 @@
-"""The target side: reads that want blocks, and two threads: one hears the source, one takes what it sends."""
+"""The target side: two threads, of which one hears the source, and one takes what it sends."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
-from itertools import count
 
 import torch
 
@@ -21,11 +19,11 @@ from rfork.errors import (
 )
 from rfork.image.memory import Image
 from rfork.transport.base import Line, TokenSource
+from rfork.transport.collective.at_exit import AtExit
 from rfork.transport.collective.blocks import Blocks
 from rfork.transport.collective.far_keys import FarKeys
 from rfork.transport.collective.group import Backend, Group
 from rfork.transport.collective.messages import (
-    Drop,
     Formed,
     FromSource,
     Have,
@@ -33,14 +31,12 @@ from rfork.transport.collective.messages import (
     Over,
     Refused,
     Sending,
-    Want,
     error_of,
     hear_source,
     say,
 )
+from rfork.transport.collective.wants import Wants
 
-AT_ONCE = 2
-"""Blocks that one read wants at once: while one comes, the source gets the next one ready."""
 MOST_TRIES = 3
 """Groups that may break one after another, without a byte from any, before the source counts as gone."""
 LISTEN_S = 3600.0
@@ -49,26 +45,7 @@ GRACE_S = 2.0
 REFUSALS = (LeaseRefused, SourceBusy, SourceChanged, SourceStalled, SourceGone)
 
 
-@dataclass(eq=False)
-class _Wanted:
-    """A block that a read waits for."""
-
-    number: int
-    begin: int
-    end: int
-    deadline: float
-    at: int
-    asked_of: int = 0
-    """The group that was asked for it."""
-    taking: bool = False
-    error: RforkError | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.at == self.end
-
-
-class CollectiveReader:
+class CollectiveReader(Wants):
     """Fills `image` from the source at the other end of `line`; see `rfork.transport.base.Reader`.
 
     A group that breaks (a reader of this host died, say) is joined anew, and reads go on where they were.
@@ -85,20 +62,14 @@ class CollectiveReader:
         block_bytes: int,
         stall_s: float,
     ) -> None:
-        self._image, self._backend, self._device = image, backend, device
-        self._token, self._line = token, line
-        self._block_bytes, self._stall_s = block_bytes, stall_s
+        super().__init__(image.layout.image_bytes, block_bytes, token, line)
+        self._backend, self._device, self._stall_s = backend, device, stall_s
         self._blocks = Blocks(image, block_bytes, device)
-        self._changed = threading.Condition()
-        self._numbers = count(1)
-        self._wanted: dict[int, _Wanted] = {}
         self._said: deque[Formed | Sending | Over] = deque()
-        self._error: RforkError | None = None
         self._group: Group | None = None
-        self._group_number = 0
         self._keys: FarKeys | None = None
-        self._formed = False
         self._tries = 0
+        self._at_exit = AtExit(self.close)
         self._threads = [
             threading.Thread(target=target, name=f"rfork-{backend.name}", daemon=True)
             for target in (self._hear, self._take)
@@ -115,24 +86,6 @@ class CollectiveReader:
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     raise SourceStalled("the source formed no group before the deadline")
 
-    def read(self, begin: int, end: int, deadline: float) -> None:
-        """See `Reader.read`. A range outside the image is a ValueError."""
-        if not 0 <= begin <= end <= self._image.layout.image_bytes:
-            raise ValueError(f"[{begin}, {end}) is not within the image")
-        mine: list[_Wanted] = []
-        at = begin
-        try:
-            while at < end or mine:
-                while at < end and len(mine) < AT_ONCE:
-                    until = min(at + self._block_bytes, end)
-                    mine.append(self._want(at, until, deadline))
-                    at = until
-                self._await(mine[0], deadline)
-                mine.pop(0)
-        finally:
-            for wanted in mine:
-                self._withdraw(wanted)
-
     def hold_to(self, rate: int | None) -> None:
         """Nothing to do: the source holds its readers back."""
 
@@ -143,69 +96,15 @@ class CollectiveReader:
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(FORM_S + GRACE_S)
-
-    def _want(self, begin: int, end: int, deadline: float) -> _Wanted:
-        wanted = _Wanted(next(self._numbers), begin, end, deadline, begin)
-        with self._changed:
-            self._raise_error()
-            if time.monotonic() >= deadline:
-                raise SourceStalled("the deadline of the read has passed")
-            self._wanted[wanted.number] = wanted
-            group = self._ask(wanted)
-        self._say_want(wanted, group)
-        return wanted
-
-    def _ask(self, wanted: _Wanted) -> int:
-        """The group to ask for it now, or 0; the lock is held."""
-        if not self._formed or wanted.asked_of == self._group_number:
-            return 0
-        wanted.asked_of = self._group_number
-        return self._group_number
-
-    def _say_want(self, wanted: _Wanted, group: int) -> None:
-        if group:
-            say(
-                self._line,
-                Want(number=wanted.number, begin=wanted.at, end=wanted.end, token=self._token()),
-            )
-
-    def _await(self, wanted: _Wanted, deadline: float) -> None:
-        with self._changed:
-            while not wanted.done:
-                if wanted.error is not None:
-                    raise wanted.error
-                self._raise_error()
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise SourceStalled("the source did not send the whole range before the deadline")
-                self._changed.wait(left)
-            self._wanted.pop(wanted.number, None)
-
-    def _withdraw(self, wanted: _Wanted) -> None:
-        """After this no byte of it lands any more."""
-        with self._changed:
-            self._wanted.pop(wanted.number, None)
-            # Whatever moves ends by its own deadline, which is none later than this read's.
-            self._changed.wait_for(lambda: not wanted.taking)
-            ended = wanted.done or wanted.error is not None or self._error is not None
-        if not ended:
-            try:
-                say(self._line, Drop(number=wanted.number))
-            except RforkError as error:
-                self._fail(error)
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise type(self._error)(str(self._error))
+        self._at_exit.cancel()
 
     def _fail(self, error: RforkError) -> None:
         """Nothing more comes from this source, and why; the first reason stands."""
         with self._changed:
-            self._error = self._error or error
+            super()._fail(error)
             if self._keys is not None:
                 self._keys.close(str(error))
             group = self._group
-            self._changed.notify_all()
         if group is not None:
             group.abort()
 
@@ -282,7 +181,7 @@ class CollectiveReader:
         if keys is None or not 0 < formed.rank < formed.size <= 64:
             raise SourceCorrupt(f"the source names rank {formed.rank} of {formed.size}")
         deadline = time.monotonic() + min(FORM_S, self._stall_s)
-        group = self._backend.form(keys, formed.rank, formed.size, self._device, deadline)
+        group = self._backend.form(keys, formed.rank, formed.size, "", self._device, deadline)
         with self._changed:
             self._group, self._formed = group, True
             asking = [(wanted, self._ask(wanted)) for wanted in self._wanted.values() if wanted.error is None]

@@ -1,7 +1,6 @@
 """One group on the source: forms it, and gives its readers what they want on one thread.
 
-In the order in which it was asked for. When all readers of the group want the same block at about the
-same time it is broadcast, otherwise each gets its own. A rank that fails breaks the group, for all of it.
+A rank that fails breaks the group, for all of it.
 """
 
 from __future__ import annotations
@@ -13,29 +12,25 @@ from contextlib import ExitStack, suppress
 
 import torch
 
-from rfork.errors import RforkError, SourceBusy, SourceGone, SourceStalled
+from rfork.errors import RforkError, SourceGone, SourceStalled
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.niceness import stand_back
 from rfork.transport.base import Gate
 from rfork.transport.collective.blocks import Blocks
+from rfork.transport.collective.gathering import Gathering
 from rfork.transport.collective.group import Backend, Group
-from rfork.transport.collective.member import MOST_WANTS, Member, Wanted, alike
-from rfork.transport.collective.messages import Formed, Over, Sending, Want
+from rfork.transport.collective.member import Wanted
+from rfork.transport.collective.messages import Formed, Over, Sending
 from rfork.transport.collective.rendezvous import Rendezvous
 
-GATHER_S = 0.05
-"""Readers of one host that come within so long are one group."""
-LINGER_S = 0.02
-"""So long a block waits for the others of its group to want it too, while that has been worth it."""
-MOST_MEMBERS = 8
 FORM_S = 5.0
 """A group that has not formed by then breaks: whoever still lives joins the next one."""
 
 log = logger(__name__)
 
 
-class SendingGroup:
+class SendingGroup(Gathering):
     """A group of readers on the host at `address`. `ended` is called, on its thread, when it is over."""
 
     def __init__(
@@ -50,6 +45,7 @@ class SendingGroup:
         nice: int,
         ended: Callable[[SendingGroup], None],
     ) -> None:
+        super().__init__(image.layout.image_bytes, backend.block_bytes)
         self.number = number
         self.address = address
         self.rendezvous = Rendezvous()
@@ -58,62 +54,17 @@ class SendingGroup:
         self.sends = 0
         self._image, self._gate, self._backend = image, gate, backend
         self._stall_s, self._nice, self._ended = stall_s, nice, ended
-        self._changed = threading.Condition()
-        self._members: list[Member] = []
-        self._queue: list[Wanted] = []
-        self._gathering = True
-        self._over = ""
         self._group: Group | None = None
-        self._lingers = True
         self._thread = threading.Thread(target=self._run, name=f"rfork-{backend.name}", daemon=True)
 
     def start(self) -> None:
         """Begin to gather readers. Raises RuntimeError when there is no thread to be had."""
         self._thread.start()
 
-    def join(self) -> None:
-        """Wait until it is over and touches the image no more; after `break_up`."""
+    def join(self, deadline: float | None = None) -> None:
+        """Wait until it is over and touches the image no more, or for the deadline; after `break_up`."""
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def take(self, member: Member) -> bool:
-        """Take a reader in, while it still gathers; whether it did."""
-        with self._changed:
-            if not self._gathering or self._over or len(self._members) >= MOST_MEMBERS:
-                return False
-            self._members.append(member)
-            member.rank = len(self._members)
-            return True
-
-    @property
-    def size(self) -> int:
-        """Ranks, the source's included."""
-        return len(self._members) + 1
-
-    def has(self, member: Member) -> bool:
-        """Whether the reader is in this group, and that not over."""
-        with self._changed:
-            return member in self._members and not self._over
-
-    def want(self, member: Member, want: Want) -> None:
-        """A reader wants a block. One that wants what cannot be is refused."""
-        wanted = Wanted(member, want, want.begin)
-        with self._changed:
-            waiting = sum(each.member is member for each in self._queue)
-            size = self._image.layout.image_bytes
-            sane = want.begin < want.end <= min(size, want.begin + self._backend.block_bytes)
-            if sane and waiting < MOST_WANTS:
-                self._queue.append(wanted)
-                self._changed.notify_all()
-                return
-        member.refuse(wanted, SourceBusy(f"[{want.begin}, {want.end}) is no block, or too many are wanted"))
-
-    def drop(self, member: Member, number: int) -> None:
-        """A reader does not want that any more."""
-        with self._changed:
-            for wanted in self._queue:
-                if wanted.member is member and wanted.want.number == number:
-                    wanted.dropped = True
+            self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def break_up(self, why: str) -> None:
         """End it, from any thread, whatever moves now."""
@@ -142,45 +93,15 @@ class SendingGroup:
         finally:
             self._end()
 
-    def _gather(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._over or len(self._members) >= MOST_MEMBERS, GATHER_S)
-            self._gathering = False
-
     def _form(self, device: torch.device) -> None:
         self._blocks = Blocks(self._image, self._backend.block_bytes, device)
         for member in self._members:
             member.tell(Formed(group=self.number, rank=member.rank, size=self.size))
         deadline = time.monotonic() + min(FORM_S, self._stall_s)
-        group = self._backend.form(self.rendezvous, 0, self.size, device, deadline)
+        group = self._backend.form(self.rendezvous, 0, self.size, self.address, device, deadline)
         with self._changed:
             self._group = group
         log.debug("group formed", transport=self._backend.name, readers=len(self._members))
-
-    def _next(self) -> list[Wanted]:
-        """What to give now: one reader's block, or the same block of all readers."""
-        with self._changed:
-            while True:
-                self._queue = [wanted for wanted in self._queue if not wanted.dropped]
-                self._raise_over()
-                if not self._queue:
-                    self._changed.wait()
-                    continue
-                first = self._queue[0]
-                same = {each.member: each for each in reversed(alike(first, self._queue))}
-                together = len(same) == len(self._members)
-                patience = first.since + LINGER_S - time.monotonic()
-                if not together and self._lingers and patience > 0:
-                    self._changed.wait(patience)
-                    continue
-                self._lingers = together
-                taken = list(same.values()) if together else [first]
-                self._queue = [wanted for wanted in self._queue if wanted not in taken]
-                return taken
-
-    def _raise_over(self) -> None:
-        if self._over:
-            raise SourceGone(self._over)
 
     def _give(self, wanted: list[Wanted]) -> None:
         """Give a block, piece by piece as the budget allows; whom the gate refuses gets no more of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -35,7 +36,9 @@ class GlooTransport:
         """See `Transport.availability`."""
         if not _has_distributed() or not torch.distributed.is_gloo_available():
             return Availability(False, "this torch was built without gloo", "install a torch with gloo")
-        return Availability(True, "host memory, over TCP ports that whoever reaches them may join")
+        if not sys.platform.startswith("linux"):
+            return Availability(False, "needs Linux: its ports are shut by a packet filter")
+        return Availability(True, "host memory, over TCP that every process on a reader's host may join")
 
     def export(self, image: Image, gate: Gate) -> Exporter:
         """Source side; see `Transport.export`. Raises TransportUnusable for an image on a GPU."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from rfork.errors import LeaseRefused, SourceBusy, SourceChanged, SourceCorrupt, SourceStalled
+from rfork.errors import LeaseRefused, SourceBusy, SourceChanged, SourceCorrupt
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.settings import Settings
@@ -22,13 +22,13 @@ from rfork.transport.base import Endpoint, Gate, Plain
 from rfork.transport.cuda_ipc import words
 from rfork.transport.cuda_ipc.areas import areas_to_share, host_ranges
 from rfork.transport.cuda_ipc.driver import KINDS, Driver, DriverError, Handle
-from rfork.transport.cuda_ipc.namespaces import process_namespace
+from rfork.transport.cuda_ipc.namespaces import namespaces
 from rfork.transport.same_host.connection import Connection, close_all
 from rfork.transport.same_host.messages import Message, number_in, numbers_in, problem_of, text_in
 from rfork.transport.same_host.server import LocalServer
 
 IDLE_S: Final = 60.0
-"""Seconds a connection that was admitted may rest between two questions."""
+"""Seconds a connection that was admitted may rest between two questions, and a hold between two tokens."""
 LET_GO_S: Final = 3.0
 """Seconds that a closing source waits for its readers to unmap its memory."""
 
@@ -65,7 +65,7 @@ class CudaIpcExporter(Plain):
         parameters = {
             **self._server.parameters,
             words.DEVICES: uuids,
-            words.PROCESSES: process_namespace(),
+            **namespaces(),
         }
         self._endpoint = Endpoint("cuda_ipc", parameters, tuple(whole))
 
@@ -92,31 +92,34 @@ class CudaIpcExporter(Plain):
             question, descriptors = connection.receive(time.monotonic() + patience_s)
             close_all(descriptors)
             try:
-                fork_id = self._answer(connection, question)
+                goes_on = self._answer(connection, question)
             except (LeaseRefused, SourceBusy, SourceChanged) as error:
                 self._say(connection, problem_of(error))
                 continue
-            if fork_id is None:
+            if not goes_on:
                 return
             patience_s = IDLE_S
 
-    def _answer(self, connection: Connection, question: Message) -> str | None:
-        """Answer one question; the fork that asked, None once nothing more is to be said."""
+    def _answer(self, connection: Connection, question: Message) -> bool:
+        """Answer one question; whether another may follow."""
         asked, token = text_in(question, "ask"), text_in(question, "token")
         if asked == "borrow":
-            return self._lend(connection, token, number_in(question, "begin"), number_in(question, "end"))
+            self._lend(connection, token, number_in(question, "begin"), number_in(question, "end"))
+            return True
         fork_id = self._gate.admit(token, 0, 0)
+        if asked == "hold":
+            if not self._server.hold(connection, fork_id):
+                raise SourceBusy("this fork holds on to the source already")
+            self._hold(connection, fork_id)
+            return False
         self._seat(connection, fork_id)
         if asked == "areas":
             self._say(connection, self._page(number_in(question, "from")))
         elif asked == "handles":
             self._show(connection, numbers_in(question, "areas"))
-        elif asked == "hold":
-            self._hold(connection)
-            return None
         else:
             raise SourceCorrupt(f"a reader asked for {asked[:40]!r}")
-        return fork_id
+        return True
 
     def _seat(self, connection: Connection, fork_id: str) -> None:
         if not self._server.seat(connection, fork_id):
@@ -161,8 +164,8 @@ class CudaIpcExporter(Plain):
                     self._handles[index] = kept
         return kept
 
-    def _hold(self, connection: Connection) -> None:
-        """Wait until the reader or `close` ends it; the pipe that it holds then says when it unmapped."""
+    def _hold(self, connection: Connection, fork_id: str) -> None:
+        """Wait until the reader, its lease or `close` ends it; the pipe that it has says when it unmapped."""
         kept, given = os.pipe2(os.O_CLOEXEC)
         with self._lock:
             self._holders.add(kept)
@@ -171,21 +174,30 @@ class CudaIpcExporter(Plain):
                 self._say(connection, {"held": 1}, [given])
             finally:
                 os.close(given)
-            self._wait_end(connection)
+            self._wait_end(connection, fork_id)
         finally:
             with self._lock:
                 if not self._closing:
                     self._holders.discard(kept)
                     os.close(kept)
 
-    def _wait_end(self, connection: Connection) -> None:
+    def _wait_end(self, connection: Connection, fork_id: str) -> None:
+        """Have the reader show its newest token again and again: nobody holds on longer than its lease."""
         while True:
-            with contextlib.suppress(SourceStalled):
-                _, descriptors = connection.receive(time.monotonic() + IDLE_S)
-                close_all(descriptors)
-                raise SourceCorrupt("a reader talks where it is only to hold on")
+            question, descriptors = connection.receive(time.monotonic() + IDLE_S)
+            close_all(descriptors)
+            try:
+                with contextlib.suppress(SourceBusy):  # which says nothing against the lease
+                    if fork_id != self._gate.admit(text_in(question, "token"), 0, 0):
+                        raise LeaseRefused("the token is another fork's")
+                if text_in(question, "ask") != "hold":
+                    raise SourceCorrupt("a reader talks where it is only to hold on")
+                self._say(connection, {"held": 1})
+            except (LeaseRefused, SourceChanged) as error:
+                self._say(connection, problem_of(error))
+                return
 
-    def _lend(self, connection: Connection, token: str, begin: int, end: int) -> str:
+    def _lend(self, connection: Connection, token: str, begin: int, end: int) -> None:
         """Lend the first bytes of a range until they are returned, or the loan is cut, or too old."""
         if not 0 <= begin < end <= self._image.layout.image_bytes:
             raise SourceCorrupt(f"a reader asked for [{begin}, {end}), which is not within the image")
@@ -196,14 +208,18 @@ class CudaIpcExporter(Plain):
             self._gate.reading(token, begin, until, connection.cut),
             self._host_bytes(begin, until) as descriptors,
         ):
-            self._say(connection, {"lent": until - begin}, descriptors)
-            answer, unasked = connection.receive(time.monotonic() + self._stall_s)
-            close_all(unasked)
-            if text_in(answer, "ask") != "return":
-                raise SourceCorrupt("a reader asked for more before it returned what it has")
+            try:
+                self._say(connection, {"lent": until - begin}, descriptors)
+                answer, unasked = connection.receive(time.monotonic() + self._stall_s)
+            except BaseException:
+                # Before the bytes are lent no more: a reader that sends its return later must not get far.
+                connection.cut()
+                raise
+        close_all(unasked)
+        if text_in(answer, "ask") != "return":
+            raise SourceCorrupt("a reader asked for more before it returned what it has")
         # The block ended by itself, and was not cut: what was read is what was lent.
         self._say(connection, {"returned": 1})
-        return fork_id
 
     @contextlib.contextmanager
     def _host_bytes(self, begin: int, end: int) -> Iterator[list[int]]:
@@ -216,10 +232,11 @@ class CudaIpcExporter(Plain):
         try:
             with open(descriptor, "wb", closefd=False) as file:
                 for first, last in ranges:
-                    with self._image.readable(first, last) as views:
+                    with self._server.touching(), self._image.readable(first, last) as views:
                         file.writelines(views)
             yield [descriptor]
         finally:
+            os.ftruncate(descriptor, 0)  # whoever keeps it keeps no memory with it
             os.close(descriptor)
 
     def _say(self, connection: Connection, message: Message, descriptors: list[int] | None = None) -> None:

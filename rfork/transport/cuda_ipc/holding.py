@@ -9,14 +9,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final
 
-from rfork.errors import RforkError, SourceCorrupt, SourceGone, SourceStalled
+from rfork.errors import RforkError, SourceCorrupt, SourceStalled
 from rfork.logs import logger
 from rfork.transport.base import TokenSource
-from rfork.transport.same_host.connection import close_all
+from rfork.transport.cuda_ipc.words import SHOW_S
+from rfork.transport.same_host.connection import Connection, close_all
 from rfork.transport.same_host.dialling import Connections
 from rfork.transport.same_host.messages import raise_problem
 
-LISTEN_S: Final = 3600.0
+ANSWER_S: Final = 60.0
+"""Seconds that the source may take to answer a token: it may stand still, and reads have deadlines."""
 
 log = logger(__name__)
 
@@ -54,6 +56,22 @@ class Hold:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def _listen(self, connection: Connection) -> None:
+        """Until it is time to show a token again. Raises what the source ends it with."""
+        try:
+            message, unasked = connection.receive(time.monotonic() + SHOW_S)
+        except SourceStalled:
+            return
+        close_all(unasked)
+        raise_problem(message)
+        raise SourceCorrupt("the source talks where it was not asked")
+
+    def _show(self, connection: Connection) -> None:
+        connection.send({"ask": "hold", "token": self._token()}, deadline=time.monotonic() + ANSWER_S)
+        answer, unasked = connection.receive(time.monotonic() + ANSWER_S)
+        close_all(unasked)
+        raise_problem(answer)
+
     def _run(self, deadline: float) -> None:
         try:
             with self._connections.borrowed(deadline) as connection:
@@ -68,12 +86,8 @@ class Hold:
                     raise
                 self._held.set_result(descriptors[0])
                 while True:
-                    try:
-                        _, unasked = connection.receive(time.monotonic() + LISTEN_S)
-                    except SourceStalled:
-                        continue
-                    close_all(unasked)
-                    raise SourceGone("the source wants its memory back")
+                    self._listen(connection)
+                    self._show(connection)
         except RforkError as error:
             if self._held.done():
                 self._on_end(error)

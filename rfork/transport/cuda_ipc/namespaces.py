@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
+
+from rfork.transport.cuda_ipc import words
+from rfork.transport.same_host.host import namespace
+
+_NAMES = {words.PROCESSES: "PID", words.IPC: "IPC"}
 
 
-def process_namespace() -> str:
-    """Names the PID namespace of this process within its host; "" where that cannot be told.
+def namespaces() -> dict[str, str]:
+    """Endpoint parameters that name the PID and the IPC namespace of this process; "" where that is not told.
 
-    A handle of cudaMalloc's memory names a process by its number, so it opens within one namespace only: from
-    another the driver says "invalid device context". Descriptors of memory open in any.
+    A handle of cudaMalloc's memory names a process by its number, and the driver lets it be opened within one
+    IPC namespace only: from another it says "invalid device context". Descriptors of memory open in any.
     """
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
+    return {words.PROCESSES: namespace("pid"), words.IPC: namespace("ipc")}
+
+
+def apart(parameters: Mapping[str, str]) -> list[str]:
+    """Which of the two this process does not share with the source whose endpoint says so: "PID", "IPC"."""
+    return [_NAMES[name] for name, here in namespaces().items() if parameters.get(name, "") != here]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from rfork.errors import RforkError, SourceCorrupt, SourceGone, SourceStalled
+from rfork.errors import RforkError, SourceCorrupt, SourceGone, SourceStalled, TransportUnusable
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import TokenSource
@@ -64,13 +64,14 @@ class CudaIpcReader:
         self._copier = Copier(driver, memory, self._broken, self._check)
 
     def open(self, deadline: float) -> None:
-        """Hold on to the source, and open an allocation of each of its GPUs, to learn whether that works.
+        """Hold on to the source, and open an allocation of each kind on each GPU, to see whether it works.
 
         Raises as `read` does, and TransportUnusable kinds.
         """
         with self._use():
             areas = self._areas(deadline)
-            firsts = {area.device: index for index, area in reversed(list(enumerate(areas.table)))}
+            rising = list(enumerate(areas.table))
+            firsts = {(area.device, area.kind): index for index, area in reversed(rising)}
             for device in self._target.devices:
                 self._memory.open(list(firsts.values()), device, deadline)
 
@@ -101,13 +102,20 @@ class CudaIpcReader:
         """
         wanted = self._steps(begin, end, deadline)
         for device, areas in wanted.needed.items():
-            self._memory.open(areas, device, deadline)
+            self._open(areas, device, deadline)
         try:
             return self._borrow(begin, end, wanted, deadline)
         except SourceGone as first:
             self._check()
             log.info("connection replaced", because=str(first), missing=end - begin)
             return self._borrow(begin, end, wanted, deadline)
+
+    def _open(self, areas: Sequence[int], device: int, deadline: float) -> None:
+        """What did not show when this transport was chosen counts as the source's failure now."""
+        try:
+            self._memory.open(areas, device, deadline)
+        except TransportUnusable as error:
+            raise SourceGone(f"the rest of the source cannot be had: {error}", hint=error.hint) from error
 
     def _borrow(self, begin: int, end: int, wanted: Steps, deadline: float) -> int:
         with self._connections.borrowed(self._soon(deadline)) as connection:
@@ -122,6 +130,10 @@ class CudaIpcReader:
                 if lent < end - begin:
                     wanted = self._steps(begin, begin + lent, deadline)
                 self._fill(wanted, descriptors, deadline)
+            except SourceCorrupt:
+                if not connection.quiet:
+                    raise SourceGone("the source took back what it lent") from None
+                raise
             finally:
                 close_all(descriptors)
             connection.send({"ask": "return"}, deadline=self._soon(deadline))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rfork.errors import NoPeerAccess, NotOneHost, TransportUnusable, VersionMismatch
-from rfork.transport.cuda_ipc import libcuda, words
+from rfork.transport.cuda_ipc import libcuda
 from rfork.transport.cuda_ipc.driver import Driver, DriverError, Kind
-from rfork.transport.cuda_ipc.namespaces import process_namespace
+from rfork.transport.cuda_ipc.namespaces import apart
 
 _NO_PEERS = frozenset({libcuda.PEER_ACCESS_UNSUPPORTED, libcuda.TOO_MANY_PEERS})
 _MISMATCHES = frozenset({libcuda.SYSTEM_DRIVER_MISMATCH, libcuda.COMPAT_NOT_SUPPORTED_ON_DEVICE})
@@ -53,9 +53,9 @@ def refusal(
         return VersionMismatch(
             said, hint="the container's CUDA compatibility libraries do not fit the driver"
         )
-    here, there = process_namespace(), parameters.get(words.PROCESSES, "")
-    if kind == "legacy" and here != there:
-        return NotOneHost(f"{said}; the source runs in another PID namespace", hint=_ONE_NAMESPACE)
+    if kind == "legacy" and (names := apart(parameters)):
+        other = " and another ".join(f"{name} namespace" for name in names)
+        return NotOneHost(f"{said}; the source runs in another {other}", hint=_ONE_NAMESPACE)
     if not _sees(driver, uuid):
         return TransportUnusable(f"{said}; this process does not see the source's GPU {uuid}", hint=_SEE_ALL)
     if kind == "fabric":

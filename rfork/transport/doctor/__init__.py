@@ -2,7 +2,7 @@
 
 Each check takes what it judges as arguments, returns `Check` values and never raises; `run_checks`
 calls all of them with what this machine says. Nothing is left behind: ports are tried and let go. The
-modules are subjects: `machine`, `rdma`, `same_host`, `network`, and the transports' `choices`.
+modules are subjects: `machine`, `gpus`, `rdma`, `same_host`, `network`, and the transports' `choices`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from rfork.settings import Settings
-from rfork.transport.doctor import choices, machine, network, rdma, same_host
+from rfork.transport.doctor import choices, gpus, machine, network, rdma, same_host
 from rfork.transport.doctor.check import Check, Status
 from rfork.transport.transfer_engine import gpu_direct, topology
 from rfork.transport.transfer_engine.library import library_state
@@ -26,28 +26,27 @@ __all__ = ["Check", "Status", "run_checks"]
 def run_checks(settings: Settings) -> list[Check]:
     """Every check on this machine, in the order to print; takes at most a few planner timeouts."""
     devices = topology.rdma_devices()
-    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    places = {str(gpu): topology.place_of(topology.gpu_address(gpu)) for gpu in gpus}
+    found = gpus.look_at_gpus()
+    indices = [gpu.index for gpu in found.gpus]
+    places = {f"cuda:{gpu.index}": gpu.place for gpu in found.gpus}
     working = [device for device in devices if not device.fault]
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     asked = settings.transports or ()
     return [
         machine.check_python(platform.python_version_tuple(), torch.__version__),
-        machine.check_cuda([torch.cuda.get_device_name(gpu) for gpu in gpus]),
-        choices.check_digest(bool(gpus), choices.has_triton()),
+        machine.check_cuda([gpu.name for gpu in found.gpus], found.error),
+        choices.check_digest(bool(indices), choices.has_triton(), compiler=choices.has_compiler()),
         rdma.check_rdma(devices, settings.rdma_devices),
         *(rdma.check_device(device, places) for device in devices),
         rdma.check_gpu_direct(
             gpu_direct.has_peer_module(),
-            bool(gpus) and all(gpu_direct.has_dma_buf(gpu) for gpu in gpus),
-            needed=bool(gpus and working),
+            bool(indices) and all(gpu_direct.has_dma_buf(torch.device("cuda", gpu)) for gpu in indices),
+            needed=bool(indices and working),
         ),
-        rdma.check_mooncake(library_state(), cuda=bool(gpus), torch_cuda=torch.version.cuda),
+        rdma.check_mooncake(library_state(), cuda=bool(indices), torch_cuda=torch.version.cuda),
         machine.check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], rdma=bool(devices)),
         machine.check_shared_memory(shared.f_bavail * shared.f_frsize if shared else None),
-        same_host.check_cuda_ipc(
-            same_host.namespace("ipc"), [gpu.index for gpu in gpus], torch.cuda.can_device_access_peer
-        ),
+        same_host.check_cuda_ipc(same_host.namespace("ipc"), indices, torch.cuda.can_device_access_peer),
         same_host.check_local_sockets(settings.local_sockets, same_host.namespace("net")),
         same_host.check_sealed_memory(hasattr(os, "memfd_create"), same_host.shmem_huge_pages(Path("/sys"))),
         choices.check_collectives(choices.backends(), asked),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from importlib import util
 
@@ -11,6 +12,8 @@ from rfork.fields import BY_NAME_ONLY
 from rfork.settings import Settings
 from rfork.transport.choice import explain
 from rfork.transport.doctor.check import Check, Status
+
+COMPILERS = ("gcc", "clang")
 
 
 def check_transports(settings: Settings) -> list[Check]:
@@ -46,18 +49,30 @@ def check_collectives(available: Sequence[str], asked: Sequence[str]) -> Check:
     return Check("collectives", "warn", detail, "only on a network that you trust wholly")
 
 
-def check_digest(cuda: bool, triton: bool) -> Check:
-    """What digests GPU memory: a Triton kernel, or plain tensor operations, which take far longer."""
+def check_digest(cuda: bool, triton: bool, *, compiler: bool) -> Check:
+    """What digests GPU memory: a Triton kernel, or plain tensor operations, which take far longer.
+
+    `compiler`: there is one of C, which Triton calls for the code that starts its kernels.
+    """
     if not cuda:
         return Check("digest", "ok", "on the CPU, by xxhash")
-    if triton:
-        return Check("digest", "ok", "on the GPU, by a Triton kernel")
-    return Check("digest", "warn", "on the GPU, by tensor operations: slow", "pip install triton")
+    slow = "on the GPU, by tensor operations: slow"
+    install = "apt-get install gcc libc6-dev (or clang; CC may name another)"
+    if not triton:
+        return Check("digest", "warn", slow, "pip install triton" + ("" if compiler else f"; {install}"))
+    if not compiler:
+        return Check("digest", "warn", f"{slow}, unless CC names a C compiler: Triton needs one", install)
+    return Check("digest", "ok", "on the GPU, by a Triton kernel")
 
 
 def has_triton() -> bool:
     """Whether Triton is installed; it is not imported for this."""
     return util.find_spec("triton") is not None
+
+
+def has_compiler() -> bool:
+    """Whether there is one of the C compilers that Triton looks for."""
+    return any(shutil.which(name) for name in COMPILERS)
 
 
 def backends() -> tuple[str, ...]:

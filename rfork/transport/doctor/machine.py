@@ -18,8 +18,11 @@ def check_python(version: Sequence[str], torch_version: str) -> Check:
     return Check("python", "ok", detail)
 
 
-def check_cuda(names: Sequence[str]) -> Check:
-    """The CUDA devices that torch sees."""
+def check_cuda(names: Sequence[str], error: str = "") -> Check:
+    """The CUDA devices that torch can use; `error`: why it cannot use those there are."""
+    if error:
+        fix = "see nvidia-smi and dmesg: driver, fabric manager, torch's CUDA, CUDA_VISIBLE_DEVICES"
+        return Check("cuda", "fail", f"there are GPUs, and CUDA does not start: {error}", fix)
     if not names:
         return Check("cuda", "skip", "no CUDA device (weights in host memory work as well)")
     return Check("cuda", "ok", f"{len(names)} devices: {', '.join(dict.fromkeys(names))}")

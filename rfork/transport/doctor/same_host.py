@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,14 +17,20 @@ def check_cuda_ipc(namespace: str, gpus: Sequence[int], reaches: Callable[[int, 
     """
     where = f"IPC namespace {namespace or 'unknown'}"
     if not gpus:
-        return Check("cuda ipc", "skip", f"no CUDA device ({where})")
+        return Check("cuda ipc", "skip", f"no CUDA device in use ({where})")
     if len(gpus) == 1:
         detail = f"one GPU is seen, so sources on it alone can be read ({where})"
         return Check(
             "cuda ipc", "ok", detail, "show the container all GPUs of the host (NVIDIA_VISIBLE_DEVICES)"
         )
-    pairs = [(one, other) for one in gpus for other in gpus if one != other]
-    parted = [f"{one}-{other}" for one, other in pairs if one < other and not reaches(one, other)]
+    pairs = [(one, other) for one in gpus for other in gpus if one < other]
+    try:
+        parted = [f"{one}-{other}" for one, other in pairs if not reaches(one, other)]
+    except RuntimeError as error:
+        detail = (
+            f"{len(gpus)} GPUs; whether they address one another: {' '.join(str(error).split())} ({where})"
+        )
+        return Check("cuda ipc", "warn", detail, "see nvidia-smi topo -p2p r, and dmesg")
     if parted:
         detail = f"{len(gpus)} GPUs; these do not address one another: {', '.join(parted)} ({where})"
         fix = "nvidia-smi topo -p2p r says why; PCIe ACS or the IOMMU may forbid it, between two sockets too"
@@ -37,9 +44,12 @@ def check_local_sockets(folder: Path | None, namespace: str) -> Check:
         detail = f"without a folder: seen in this network namespace ({namespace or 'unknown'}) only"
         fix = "containers of their own network: set RFORK_LOCAL_SOCKETS to a folder that they share"
         return Check("local sockets", "ok", detail, fix)
-    if not folder.is_dir():
-        fix = "make it, or correct RFORK_LOCAL_SOCKETS (a hostPath, or an emptyDir of one pod)"
-        return Check("local sockets", "fail", f"{folder} is no folder", fix)
+    fix = "make it, or correct RFORK_LOCAL_SOCKETS (a hostPath, or an emptyDir of one pod)"
+    try:
+        if not stat.S_ISDIR(folder.stat().st_mode):
+            return Check("local sockets", "fail", f"{folder} is no folder", fix)
+    except OSError as error:
+        return Check("local sockets", "fail", f"{folder}: {error.strerror or error}", fix)
     if not os.access(folder, os.W_OK | os.X_OK):
         fix = "let this process's user write to it, or correct RFORK_LOCAL_SOCKETS"
         return Check("local sockets", "fail", f"{folder} cannot be written to", fix)
@@ -68,7 +78,7 @@ def namespace(kind: str) -> str:
 def shmem_huge_pages(root: Path) -> str:
     """When shared memory is given huge pages, as in ``always within_size [advise] never``."""
     try:
-        text = (root / "kernel" / "mm" / "transparent_hugepage" / "shmem_enabled").read_text()
+        text = (root / "kernel" / "mm" / "transparent_hugepage" / "shmem_enabled").read_text(errors="replace")
     except OSError:
         return ""
     return text.partition("[")[2].partition("]")[0]

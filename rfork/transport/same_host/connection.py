@@ -17,6 +17,8 @@ from rfork.transport.same_host.messages import LARGEST_MESSAGE, Message, decode,
 
 MOST_DESCRIPTORS: Final = 64
 """Descriptors beside one message, at most."""
+_MOST_SENT: Final = 253
+"""The kernel sends no more at once; with room for all, none is closed, which may take long, in the kernel."""
 _ITEM = array.array("i").itemsize
 
 
@@ -50,13 +52,13 @@ class Connection:
         """The next message and its descriptors, the caller's to close; none outlives an exec.
 
         Raises SourceGone when the other side closed or died, SourceStalled at the deadline, SourceCorrupt
-        for what is not a message, and TargetError when this process can have no more descriptors.
+        for what is not a message, and TargetError when the kernel gives this process no descriptors.
         """
         try:
             self._socket.settimeout(_left(deadline))
             # One byte more than allowed, to see that it was too much.
             packet, beside, flags, _ = self._socket.recvmsg(
-                LARGEST_MESSAGE + 1, socket.CMSG_SPACE(MOST_DESCRIPTORS * _ITEM), socket.MSG_CMSG_CLOEXEC
+                LARGEST_MESSAGE + 1, socket.CMSG_SPACE(_MOST_SENT * _ITEM), socket.MSG_CMSG_CLOEXEC
             )
         except TimeoutError:
             raise SourceStalled("the other side sent nothing in time") from None
@@ -64,12 +66,14 @@ class Connection:
             raise SourceGone(f"the connection is closed: {error.strerror or error}") from None
         descriptors = _descriptors(beside)
         try:
-            if flags & socket.MSG_CTRUNC:
-                if len(descriptors) < MOST_DESCRIPTORS:
-                    raise TargetError(
-                        "this process can open no more descriptors", hint="raise its limit: ulimit -n"
-                    )
+            if len(descriptors) > MOST_DESCRIPTORS:
                 raise SourceCorrupt(f"not a message: more than {MOST_DESCRIPTORS} descriptors")
+            if flags & socket.MSG_CTRUNC:
+                raise TargetError(
+                    "the kernel gives this process no descriptor of the other side's: it has too many open, "
+                    "or a security module (SELinux, AppArmor) forbids it",
+                    hint="raise the limit (ulimit -n), or run both sides under one security label",
+                )
             if not packet:
                 raise SourceGone("the other side closed the connection")
             if len(packet) > LARGEST_MESSAGE:
@@ -97,9 +101,14 @@ class Connection:
                     self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the socket back; by the thread that uses it. Safe to call twice."""
+        """Give the socket back; by the thread that uses it. Safe to call twice.
+
+        It may take as long as a stranger likes who sent descriptors that were never received: so nobody else
+        waits for it.
+        """
         with self._lock:
-            self._closed = True
+            first, self._closed = not self._closed, True
+        if first:
             self._socket.close()
 
 

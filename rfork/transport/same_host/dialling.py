@@ -11,12 +11,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from rfork.errors import NotOneHost, SourceGone, SourceStalled, TargetError
+from rfork.errors import NotOneHost, SourceCorrupt, SourceGone, SourceStalled, TargetError
 from rfork.transport.same_host.connection import Connection
-from rfork.transport.same_host.host import boot_id, folder_identity, network_namespace, socket_path
+from rfork.transport.same_host.host import (
+    boot_id,
+    folder_identity,
+    network_namespace,
+    numbering,
+    peer_identity,
+    socket_path,
+)
 
 DIAL_AGAIN_S: Final = 0.02
 _OWN_LIMITS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_FORBIDDEN: Final = (errno.EACCES, errno.EPERM)
+_SAME_USER: Final = (
+    "run both as one user, with one SELinux label (one pod, or the same seLinuxOptions.level; docker: "
+    "--security-opt label=level:…)"
+)
 _SHARE: Final = (
     "let both share a network namespace, or a folder on this host that RFORK_LOCAL_SOCKETS names in both"
 )
@@ -33,6 +45,8 @@ class Connections:
         self._parameters = parameters
         self._stall_s = stall_s
         self._folder = folder
+        # Now: without a descriptor to read it by, every source would be one of another host.
+        self._boot = boot_id()
         self._lock = threading.Lock()
         self._closed = False
         self._reached = False
@@ -104,7 +118,7 @@ class Connections:
     def _dial(self, deadline: float) -> Connection:
         with self._lock:
             self._check_open()
-        if not self._reached and self._parameters.get("boot", "") != (boot_id() or None):
+        if not self._reached and self._parameters.get("boot", "") != (self._boot or None):
             raise NotOneHost("the source runs on another host")
         connection = Connection(self._connected(deadline))
         with self._lock:
@@ -117,7 +131,10 @@ class Connections:
 
     def _connected(self, deadline: float) -> socket.socket:
         until = min(deadline, time.monotonic() + self._stall_s)
-        connecting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connecting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise TargetError(f"cannot make a socket: {error.strerror}") from None
         try:
             connecting.setblocking(False)
             while True:
@@ -126,6 +143,7 @@ class Connections:
                 try:
                     with self._address() as address:
                         connecting.connect(address)
+                    self._check_peer(connecting)
                     return connecting
                 except BlockingIOError:  # its queue is full: it stands still, or is very busy
                     time.sleep(DIAL_AGAIN_S)
@@ -134,9 +152,20 @@ class Connections:
             if error.errno in _OWN_LIMITS:
                 raise TargetError(f"cannot connect to the source: {error.strerror}") from None
             raise self._unreachable(error) from None
+        except ValueError as error:
+            connecting.close()
+            raise SourceCorrupt(f"the source names a socket that cannot be: {error}") from None
         except BaseException:
             connecting.close()
             raise
+
+    def _check_peer(self, connected: socket.socket) -> None:
+        """Whoever sees a socket's name can take it once its owner has died; not where both have one count."""
+        told = self._parameters
+        if told.get("numbering", "") != (numbering() or None):
+            return
+        if peer_identity(connected) != told.get("process", ""):
+            raise SourceGone("another process than the source listens on its socket")
 
     def _address(self) -> contextlib.AbstractContextManager[str]:
         told = self._parameters.get("socket", "")
@@ -146,8 +175,10 @@ class Connections:
         return socket_path(self._folder / file.name if self._folder is not None else file)
 
     def _unreachable(self, error: OSError) -> NotOneHost | SourceGone:
-        """Whether nobody listens there any more, or this side looks in another place."""
+        """Whether nobody listens there any more, or this side looks in another place, or may not look."""
         because = error.strerror or str(error)
+        if error.errno in _FORBIDDEN:
+            return NotOneHost(f"this side may not connect to the source's socket: {because}", hint=_SAME_USER)
         if self._reached or self._same_place():
             return SourceGone(f"nobody listens on the source's socket any more: {because}")
         return NotOneHost(f"the source's socket cannot be reached from here: {because}", hint=_SHARE)

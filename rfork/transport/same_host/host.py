@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Final
 from rfork.transport.base import Availability
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_CREDENTIALS: Final = struct.Struct("iII")
 
 
 def boot_id() -> str:
@@ -23,15 +25,35 @@ def boot_id() -> str:
         return ""
 
 
-def network_namespace() -> str:
-    """Names the network namespace of this process, within its host; "" where that cannot be told.
-
-    Sockets without a file are seen from within one only.
-    """
+def namespace(kind: str) -> str:
+    """Names a namespace of this process ("net", "pid", …) within its host; "" where that cannot be told."""
     try:
-        return os.readlink("/proc/self/ns/net")
+        return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
         return ""
+
+
+def network_namespace() -> str:
+    """The network namespace: sockets without a file are seen from within one only."""
+    return namespace("net")
+
+
+def numbering() -> str:
+    """Names what gives processes and users their numbers; those of two sides compare where it is the same."""
+    return " ".join(names) if all(names := (namespace("pid"), namespace("user"))) else ""
+
+
+def process_identity() -> str:
+    """This process as the other end of its sockets sees it: its number and its user's."""
+    return f"{os.getpid()} {os.geteuid()}"
+
+
+def peer_identity(connected: socket.socket) -> str:
+    """The same of the process that listens at the other end. Raises OSError."""
+    process, user, _ = _CREDENTIALS.unpack(
+        connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return f"{process} {user}"
 
 
 def folder_identity(folder: Path) -> str:

@@ -3,25 +3,35 @@
 One thread a connection. Who may hold a thread is bounded twice, as in `rfork.transport.http.server`: a
 connection starts in the *lobby*, and has a *place* once the gate admitted a token of it. A full lobby
 loses its oldest connection to the newest, so that any number of silent strangers keeps no reader out.
+
+Readers send no descriptors, and the kernel is told to refuse them (Linux 6.16): the last who closes one may
+wait for whatever it is, such as a TCP socket that lingers. Before that kernel a stranger can have a thread
+wait so, but nobody waits for that thread: it is over with the image by then, or never touched it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
-import stat
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from rfork.errors import RforkError, SettingsError
+from rfork.errors import RforkError, SourceGone
 from rfork.logs import logger
 from rfork.niceness import stand_back
 from rfork.transport.same_host.connection import Connection
-from rfork.transport.same_host.host import boot_id, folder_identity, network_namespace, socket_path
+from rfork.transport.same_host.host import (
+    boot_id,
+    folder_identity,
+    network_namespace,
+    numbering,
+    process_identity,
+)
+from rfork.transport.same_host.listening import PREFIX, SUFFIX, listen, listen_in
 
 log = logger(__name__)
 
@@ -31,10 +41,11 @@ MOST_CONNECTIONS: Final = 256
 """Most connections that have."""
 MOST_OF_A_FORK: Final = 64
 """Most of one fork: as many as it may have chunks in flight."""
-BACKLOG: Final = 1024
+MOST_HOLDS_OF_A_FORK: Final = 4
+"""Most connections of one fork that only hold on, beside its places: one, and those it may just have left."""
 ACCEPT_AGAIN_S: Final = 0.05
-_PREFIX: Final = "rfork-"
-_SUFFIX: Final = ".socket"
+CLOSE_S: Final = 5.0
+"""Seconds that a closing server waits for threads that close what strangers sent."""
 
 
 class LocalServer:
@@ -59,21 +70,26 @@ class LocalServer:
         self._nice = nice
         self._most_connections = most_connections
         self._file: Path | None = None
-        # Nobody can wait under this name, or guess it.
-        chosen = f"{_PREFIX}{name}-{secrets.token_hex(16)}"
-        parameters = {"boot": boot_id()}
+        # Nobody can wait under this name before. Who is in this network namespace can read it later, in
+        # /proc/net/unix, and take it once this process has died: so readers look who listens.
+        chosen = f"{PREFIX}{name}-{secrets.token_hex(16)}"
+        parameters = {"boot": boot_id(), "numbering": numbering(), "process": process_identity()}
         if folder is None:
-            self._listener = _listen(f"\0{chosen}")
+            self._listener = listen(f"\0{chosen}")
             parameters |= {"socket": f"@{chosen}", "network": network_namespace()}
         else:
-            self._file = folder / f"{chosen}{_SUFFIX}"
-            self._listener = _listen_in(self._file)
+            self._file = folder / f"{chosen}{SUFFIX}"
+            self._listener = listen_in(self._file)
             parameters |= {"socket": str(self._file), "folder": folder_identity(folder)}
         self._parameters: Mapping[str, str] = parameters
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._woken = threading.Event()
+        self._untouched = threading.Condition(self._lock)
+        self._touching = 0
         self._lobby: dict[Connection, None] = {}  # oldest first
         self._places: dict[Connection, str] = {}  # with its fork
+        self._holds: dict[Connection, str] = {}  # as well
         self._threads: set[threading.Thread] = set()
         self._acceptor = threading.Thread(target=self._accept, name=f"rfork-{name}-accept", daemon=True)
         self._acceptor.start()
@@ -85,35 +101,75 @@ class LocalServer:
 
     def seat(self, connection: Connection, fork_id: str) -> bool:
         """Give a connection of the lobby a place, as one of this fork; whether it has one now."""
+        return self._move(connection, fork_id, self._places, MOST_OF_A_FORK)
+
+    def hold(self, connection: Connection, fork_id: str) -> bool:
+        """The same for one that only holds on: it takes none of the fork's places."""
+        return self._move(connection, fork_id, self._holds, MOST_HOLDS_OF_A_FORK)
+
+    @contextlib.contextmanager
+    def touching(self) -> Iterator[None]:
+        """What `serve` does with memory that may go once `close` has returned; copies only, no waiting.
+
+        Raises SourceGone once the server closes.
+        """
         with self._lock:
-            if connection in self._places:
-                return True
-            if connection not in self._lobby or len(self._places) >= self._most_connections:
-                return False
-            if list(self._places.values()).count(fork_id) >= MOST_OF_A_FORK:
-                return False
-            del self._lobby[connection]
-            self._places[connection] = fork_id
-            return True
+            if self._closing.is_set():
+                raise SourceGone("the source gives no more")
+            self._touching += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._touching -= 1
+                self._untouched.notify_all()
 
     def close(self) -> None:
-        """Stop listening, cut every connection, and return once no `serve` runs. Safe to call twice."""
+        """Stop listening, cut every connection, and return once nothing is `touching`. Safe to call twice.
+
+        Threads get `CLOSE_S` to end. One that is left closes what a stranger sent, or waits for a budget: it
+        touches nothing any more.
+        """
         with self._lock:
             self._closing.set()
-            connections = [*self._lobby, *self._places]
-            threads = list(self._threads)
-        with contextlib.suppress(OSError):  # closed before
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+            connections = [*self._lobby, *self._places, *self._holds]
+            threads = [self._acceptor, *self._threads]
+        if not self._woken.is_set():
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+            self._woken.set()
         for connection in connections:
             connection.cut()
-        self._acceptor.join()
-        for thread in threads:
-            thread.join()
-        self._listener.close()
         if self._file is not None:
             self._file.unlink(missing_ok=True)
+        with self._untouched:
+            self._untouched.wait_for(lambda: not self._touching)
+        deadline = time.monotonic() + CLOSE_S
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if left := sum(thread.is_alive() for thread in threads):
+            log.warning("threads of closed connections have not ended: they touch nothing more", threads=left)
+
+    def _move(self, connection: Connection, fork_id: str, to: dict[Connection, str], most: int) -> bool:
+        with self._lock:
+            if connection in to:
+                return True
+            if connection not in self._lobby or len(to) >= self._most_connections:
+                return False
+            if list(to.values()).count(fork_id) >= most:
+                return False
+            del self._lobby[connection]
+            to[connection] = fork_id
+            return True
 
     def _accept(self) -> None:
+        try:
+            self._accept_all()
+        finally:
+            self._woken.wait()
+            self._listener.close()  # here, as it may take long: strangers' messages wait in it
+
+    def _accept_all(self) -> None:
         while not self._closing.is_set():
             try:
                 connected, _ = self._listener.accept()
@@ -132,17 +188,17 @@ class LocalServer:
         """Start a connection's thread; all under the lock, so that `close` sees all of it or nothing."""
         thread = threading.Thread(target=self._host, args=(connection,), name="rfork-local", daemon=True)
         with self._lock:
-            if self._closing.is_set():
-                connection.close()
-                return
-            try:
-                thread.start()
-            except RuntimeError as error:  # no thread to be had
-                log.warning("cannot serve a connection", because=str(error))
-                connection.close()
-                return
-            self._lobby[connection] = None
-            self._threads.add(thread)
+            if started := not self._closing.is_set():
+                try:
+                    thread.start()
+                except RuntimeError as error:  # no thread to be had
+                    log.warning("cannot serve a connection", because=str(error))
+                    started = False
+                else:
+                    self._lobby[connection] = None
+                    self._threads.add(thread)
+        if not started:
+            connection.close()
 
     def _host(self, connection: Connection) -> None:
         try:
@@ -157,6 +213,7 @@ class LocalServer:
             with self._lock:
                 self._lobby.pop(connection, None)
                 self._places.pop(connection, None)
+                self._holds.pop(connection, None)
                 self._threads.discard(threading.current_thread())
 
     def _evict_to(self, most: int) -> None:
@@ -167,47 +224,3 @@ class LocalServer:
                 del self._lobby[connection]
         for connection in evicted:
             connection.cut()
-
-
-def _listen(address: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def _listen_in(file: Path) -> socket.socket:
-    """Listen on a file; it gets its name once it can be connected to: one that cannot is of the dead."""
-    new = file.with_suffix(".new")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        _sweep(file.parent)
-        with socket_path(new) as path:
-            listener.bind(path)
-        os.chmod(new, 0o600)
-        listener.listen(BACKLOG)
-        os.rename(new, file)
-    except OSError as error:
-        listener.close()
-        new.unlink(missing_ok=True)
-        why = f"cannot make a socket in {file.parent}: {error.strerror}"
-        raise SettingsError(f"RFORK_LOCAL_SOCKETS: {why}") from None
-    return listener
-
-
-def _sweep(folder: Path) -> None:
-    """Remove the sockets of processes that died before they could."""
-    for file in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-            if not stat.S_ISSOCK(file.lstat().st_mode):
-                continue
-            probe.setblocking(False)
-            try:
-                with socket_path(file) as path:
-                    probe.connect(path)
-            except ConnectionRefusedError:
-                file.unlink(missing_ok=True)

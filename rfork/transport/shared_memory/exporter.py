@@ -1,18 +1,22 @@
 """The source side of the shared_memory transport: chunks in sealed memory files, given by descriptor.
 
 A file is made when the first reader asks for its chunk, and kept for the next ones for as long as the
-weights stay the same. So beside the image itself the source has up to one more copy of it, which is that of
-all its targets: it counts as the source's memory, and is free again once it was wanted by nobody for
-`KEPT_S` seconds and no target maps it any more. The source's own pages are not put in place of by the files':
-it serves meanwhile, and a write of its own between the copy and the exchange would be lost. Where memory is
-short, and to those who want to copy, bytes are given by pieces through one small file for each connection.
+weights stay the same and memory is not short, however long nobody asks: a target that maps it holds the
+memory anyway, and a file that was dropped would be made once more beside it. So beside the image itself the
+source has up to one more copy of it, which is that of all its targets, and counts as the source's memory. The
+source's own pages are not put in place of by the files': it serves meanwhile, and a write of its own between
+the copy and the exchange would be lost. Where memory is short, for chunks beyond those that may be kept, and
+to those who want to copy, bytes are given by pieces through one small file for each connection, which is
+empty again when that ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 import time
+from collections.abc import Iterator
 from typing import Final
 
 from rfork.errors import LeaseRefused, SourceBusy, SourceChanged, SourceCorrupt
@@ -21,13 +25,14 @@ from rfork.logs import logger
 from rfork.settings import Settings
 from rfork.transport.base import Endpoint, Gate, Plain
 from rfork.transport.same_host.connection import Connection, close_all
-from rfork.transport.same_host.messages import Message, number_in, numbers_in, problem_of, text_in
+from rfork.transport.same_host.messages import problem_of
 from rfork.transport.same_host.server import LocalServer
 from rfork.transport.shared_memory.pages import Kernel
 from rfork.transport.shared_memory.placement import Layout
-from rfork.transport.shared_memory.room import has_room
+from rfork.transport.shared_memory.room import Room, has_room
 from rfork.transport.shared_memory.sealed import Descriptor, Sealed, memory_file, write
 from rfork.transport.shared_memory.shelf import Shelf
+from rfork.transport.shared_memory.talking import Request, Talk
 
 log = logger(__name__)
 
@@ -38,10 +43,8 @@ PIECE_BYTES: Final = 2 << 20
 """Bytes of the file that a connection's pieces go through."""
 IDLE_S: Final = 60.0
 """Seconds a connection that was admitted may rest between two requests."""
-KEPT_S: Final = 60.0
-"""Seconds for which chunks are kept that nobody asks for."""
-NOTE_S: Final = 0.5
-"""A reader hears at least so often that it is held back, and not forgotten."""
+LOOK_S: Final = 15.0
+"""Seconds between two looks at whether there is still memory for what is kept."""
 
 
 class SharedMemoryExporter(Plain):
@@ -53,6 +56,7 @@ class SharedMemoryExporter(Plain):
         self._shelf = shelf
         self._stall_s = settings.stall_s
         self._kernel = Kernel()
+        self._room = Room()
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._server = LocalServer(NAME, settings.local_sockets, self._serve, nice=settings.giving_nice)
@@ -75,21 +79,30 @@ class SharedMemoryExporter(Plain):
             self._shelf.exported(more=-1)
 
     def _keep(self) -> None:
-        """Let go of what is wanted no more, or is of weights that are no more."""
-        while not self._closing.wait(KEPT_S / 4):
+        """Let go of what is of weights that are no more, and of all that memory is too short for."""
+        while not self._closing.wait(LOOK_S):
             self._shelf.drop_others(self._gate.etag())
-            self._shelf.drop_unused(KEPT_S)
+            while not has_room(0) and self._shelf.drop_oldest():
+                pass
 
     # -- on a thread for each connection ---------------------------------------------------------------
 
     def _serve(self, connection: Connection) -> None:
+        talk = Talk(connection, self._stall_s)
+        try:
+            self._answer_all(connection, talk)
+        finally:
+            # First cut: who still reads the piece must not find it empty, and the connection well.
+            connection.cut()
+            talk.end()
+
+    def _answer_all(self, connection: Connection, talk: Talk) -> None:
         patience_s = self._stall_s
-        talk = _Talk(connection, self._stall_s)
         while True:
             message, descriptors = connection.receive(time.monotonic() + patience_s)
             close_all(descriptors)
             try:
-                request = _Request(message, self._image)
+                request = Request(message, self._image)
                 fork_id = self._gate.admit(request.token, request.begin, request.end)
                 if not self._server.seat(connection, fork_id):
                     talk.say(problem_of(SourceBusy("all places are taken")))
@@ -104,23 +117,22 @@ class SharedMemoryExporter(Plain):
                 self._shelf.drop_oldest()
                 talk.say(problem_of(SourceBusy(f"the source has no room to share a chunk: {error.strerror}")))
 
-    def _answer(self, request: _Request, fork_id: str, talk: _Talk) -> None:
+    def _answer(self, request: Request, fork_id: str, talk: Talk) -> None:
         sealed = self._sealed(request, fork_id, talk) if request.chunk is not None else None
         if sealed is None:
             self._give_piece(request, fork_id, talk)
             return
-        if not request.paid:
-            self._pay(request.begin, request.end, fork_id, talk)
         # Time has passed: the lease may be over by now, and the weights others.
         with self._gate.reading(request.token, request.begin, request.end, _nothing):
             if self._gate.etag() != sealed.proven:
                 raise SourceChanged("the weights changed while a chunk was shared")
+        talk.paid = (0, 0)
         layout = sealed.layout
         talk.say(
             {"sealed": layout.told(), "begin": layout.begin, "end": layout.end}, sealed.descriptor.number
         )
 
-    def _sealed(self, request: _Request, fork_id: str, talk: _Talk) -> Sealed | None:
+    def _sealed(self, request: Request, fork_id: str, talk: Talk) -> Sealed | None:
         """The whole chunk in a file; None where it is not to be had, or to be made, in one."""
         chunk = request.chunk
         if chunk is None:
@@ -130,40 +142,59 @@ class SharedMemoryExporter(Plain):
             self._gate.admit(request.token, begin, end)
         except SourceBusy:
             return None
-        if self._shelf.find(chunk) is None and not (request.maps and has_room(end - begin)):
+        can_make = request.maps and has_room(end - begin) and not self._shelf.full()
+        if self._shelf.find(chunk) is None and not can_make:
             return None
-        self._pay(request.begin, request.end, fork_id, talk)
-        request.paid = True
+        # Whatever part was asked for: who has the file has the chunk.
+        self._pay(begin, end, fork_id, talk)
         with self._shelf.making(chunk):
-            found = self._proven(chunk, request.token)
-            if found is not None or not request.maps:
+            found = self._proven(chunk, request.token, talk)
+            if found is not None or not request.maps or self._shelf.full():
                 return found
-            made = self._made(Layout.wished(begin, end, request.wishes), request.token, talk)
-            self._shelf.keep(chunk, made)
+            layout = Layout.wished(begin, end, request.wishes)
+            # Asked only now: meanwhile others may have taken what was free.
+            with self._room.promised(layout.size, has_room) as has:
+                made = self._made(layout, request.token, talk) if has else None
+            if made is not None:
+                self._shelf.keep(chunk, made)
             return made
 
-    def _proven(self, chunk: int, token: str) -> Sealed | None:
+    def _proven(self, chunk: int, token: str, talk: Talk) -> Sealed | None:
         """The chunk from the shelf, if it has the bytes that the image has now."""
         found = self._shelf.find(chunk)
         if found is None:
             return None
-        begin, end = self._image.layout.chunks[chunk]
-        with self._gate.reading(token, begin, end, _nothing):
-            etag = self._gate.etag()
-            if found.proven == etag:
-                return found
-            if not found.proven and found.holds_the_bytes_of(self._image, self._kernel):
-                found.proven = etag
-                return found
+        etag = self._gate.etag()
+        if found.proven == etag:
+            return found
+        if not found.proven and self._holds(found, token, talk):
+            if self._gate.etag() != etag:
+                raise SourceChanged("the weights changed while a chunk was compared")
+            found.proven = etag
+            return found
         self._shelf.drop(chunk)
         return None
 
-    def _made(self, layout: Layout, token: str, talk: _Talk) -> Sealed:
+    def _holds(self, sealed: Sealed, token: str, talk: Talk) -> bool:
+        """Whether what was received has the bytes that the image has here."""
+        for begin, end in _slices(sealed.layout.begin, sealed.layout.end):
+            with self._reading(token, begin, end):
+                if not sealed.holds_the_bytes_of(self._image, begin, end, self._kernel):
+                    return False
+            talk.note()
+        return True
+
+    @contextlib.contextmanager
+    def _reading(self, token: str, begin: int, end: int) -> Iterator[None]:
+        """What touches the image's memory: not after a fence, nor after `close`."""
+        with self._gate.reading(token, begin, end, _nothing), self._server.touching():
+            yield
+
+    def _made(self, layout: Layout, token: str, talk: Talk) -> Sealed:
         file = self._file()
         etag = self._gate.etag()
-        for begin in range(layout.begin, layout.end, SLICE_BYTES):
-            end = min(begin + SLICE_BYTES, layout.end)
-            with self._gate.reading(token, begin, end, _nothing), self._image.readable(begin, end) as views:
+        for begin, end in _slices(layout.begin, layout.end):
+            with self._reading(token, begin, end), self._image.readable(begin, end) as views:
                 write(file, layout, begin, views)
             talk.note()
         if self._gate.etag() != etag:
@@ -172,77 +203,40 @@ class SharedMemoryExporter(Plain):
         made.proven = etag
         return made
 
-    def _file(self) -> Descriptor:
+    def _file(self, *, sealable: bool = True) -> Descriptor:
         """A new memory file; what was made longest ago makes room for it where that is needed."""
         while True:
             try:
-                return memory_file()
+                return memory_file(sealable=sealable)
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._shelf.drop_oldest():
                     raise
 
-    def _give_piece(self, request: _Request, fork_id: str, talk: _Talk) -> None:
+    def _give_piece(self, request: Request, fork_id: str, talk: Talk) -> None:
         """Some bytes from the request's begin on, in a file that the connection's next piece overwrites."""
         begin = request.begin
         most = min(request.end - begin, PIECE_BYTES)
-        end = begin + (most if request.paid else self._gate.grant(most, fork_id))
-        piece = talk.piece = talk.piece or self._file()
-        with (
-            self._gate.reading(request.token, begin, end, _nothing),
-            self._image.readable(begin, end) as views,
-        ):
+        # A chunk that was paid for, and then was not to be had as a file, is not paid for twice.
+        first, last = talk.paid
+        end = min(begin + most, last) if first <= begin < last else begin + self._gate.grant(most, fork_id)
+        talk.paid = (end, last)
+        piece = talk.piece = talk.piece or self._file(sealable=False)
+        with self._reading(request.token, begin, end), self._image.readable(begin, end) as views:
             write(piece, Layout(begin, end, (begin,), (0,)), begin, views)
         talk.say({"piece": 0, "begin": begin, "end": end}, piece.number)
 
-    def _pay(self, begin: int, end: int, fork_id: str, talk: _Talk) -> None:
-        """Wait for the budget of a range, as it is given at once, and tell the reader meanwhile."""
-        while begin < end:
-            begin += self._gate.grant(min(end - begin, SLICE_BYTES), fork_id)
+    def _pay(self, begin: int, end: int, fork_id: str, talk: Talk) -> None:
+        """Wait for the budget of a chunk, as it is given at once, and tell the reader meanwhile."""
+        at = begin
+        while at < end:
+            at += self._gate.grant(min(end - at, SLICE_BYTES), fork_id)
             talk.note()
+        talk.paid = (begin, end)
 
 
-class _Request:
-    """What a reader asks for: image bytes `[begin, end)`, and how it would like to have them.
-
-    `chunk` is the one that holds them all. Raises SourceCorrupt where they are not in the image.
-    """
-
-    def __init__(self, message: Message, image: Image) -> None:
-        self.token = text_in(message, "token")
-        self.begin, self.end = number_in(message, "begin"), number_in(message, "end")
-        if not 0 <= self.begin < self.end <= image.layout.image_bytes:
-            raise SourceCorrupt(f"[{self.begin}, {self.end}) is not within the image")
-        chunks = image.layout.chunks.covering(self.begin, self.end)
-        self.chunk = chunks[0] if len(chunks) == 1 else None
-        self.maps = "wishes" in message
-        self.wishes = numbers_in(message, "wishes") if self.maps else []
-        self.paid = False
-        """Whether the budget was asked for all of it."""
-        if self.maps and self.chunk is not None:
-            try:
-                Layout.wished(*image.layout.chunks[self.chunk], self.wishes)
-            except ValueError as error:
-                raise SourceCorrupt(str(error)) from None
-
-
-class _Talk:
-    """What is said to one reader."""
-
-    def __init__(self, connection: Connection, stall_s: float) -> None:
-        self.piece: Descriptor | None = None
-        self._connection = connection
-        self._stall_s = stall_s
-        self._said_at = time.monotonic()
-
-    def say(self, message: Message, *descriptors: int) -> None:
-        """Raises SourceGone or SourceStalled where the reader is."""
-        self._said_at = time.monotonic()
-        self._connection.send(message, descriptors, deadline=self._said_at + self._stall_s)
-
-    def note(self) -> None:
-        """Have the reader wait on."""
-        if time.monotonic() - self._said_at >= NOTE_S:
-            self.say({"wait": 0})
+def _slices(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    for at in range(begin, end, SLICE_BYTES):
+        yield at, min(at + SLICE_BYTES, end)
 
 
 def _nothing() -> None:

@@ -9,6 +9,7 @@ than the processor knows by its pages: a GPU's driver, a network card, or one th
 from __future__ import annotations
 
 import re
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -98,23 +99,30 @@ class OwnMemory:
     def __init__(self, image: Image) -> None:
         self._image = image
         self._begins: Sequence[int] | None = None
-        self._looked: tuple[MemoryMap, int] | None = None
+        self._lock = threading.Lock()
+        self._looked: MemoryMap | None = None
         self._looked_at = 0.0
+        self._room = 0
+        """Runs that may still be mapped until the kernel is asked again."""
 
     def mappable(self, begin: int, end: int) -> list[Run]:
         """The runs of image range `[begin, end)`, by address, that other pages may be put in place of."""
         large = [Run(*run) for run in self._image.segments(begin, end) if run.length >= LEAST_MAPPED]
         if not large:
             return []
-        known, room = self._look()
-        return [run for run in large if self._is_free(run, known)][:room]
+        found = [run for run in large if self._is_free(run, self._look())]
+        with self._lock:
+            found = found[: self._room]
+            self._room -= len(found)
+        return found
 
-    def _look(self) -> tuple[MemoryMap, int]:
-        """What the kernel says of this process, a moment ago at most; and how many more mappings to make."""
-        now = time.monotonic()
-        if self._looked is None or now - self._looked_at > LOOKED_S:
-            self._looked, self._looked_at = _look(), now
-        return self._looked
+    def _look(self) -> MemoryMap:
+        """What the kernel says of this process, a moment ago at most."""
+        with self._lock:
+            now = time.monotonic()
+            if self._looked is None or now - self._looked_at > LOOKED_S:
+                (self._looked, self._room), self._looked_at = _look(), now
+            return self._looked
 
     def _is_free(self, run: Run, known: MemoryMap) -> bool:
         base, length = self._allocation(run.begin)

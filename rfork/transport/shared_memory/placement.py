@@ -130,7 +130,7 @@ def split(mappable: Sequence[Run], filed: Sequence[Run]) -> tuple[list[Mapped], 
             address, offset = run.place + first - run.begin, place + first - begin
             skipped = -address % PAGE
             whole = (min(run.begin + run.length, end) - first - skipped) // PAGE * PAGE
-            if (address - offset) % PAGE == 0 and whole >= LEAST_MAPPED - 2 * PAGE:
+            if (address - offset) % PAGE == 0 and whole >= max(PAGE, LEAST_MAPPED - 2 * PAGE):
                 start = first + skipped
                 if at < start:
                     copied.append(Run(at, place + at - begin, start - at))

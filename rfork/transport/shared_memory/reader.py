@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from rfork.errors import SourceCorrupt, SourceStalled
+from rfork.errors import SourceCorrupt, SourceGone, SourceStalled
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import TokenSource
@@ -87,7 +87,7 @@ class SharedMemoryReader:
                     if (begin, end) == (first, last) == (sealed.layout.begin, sealed.layout.end):
                         self._shelf.keep(chunk, sealed)
                     return
-                begin = self._take_piece(message, descriptor, begin, end)
+                begin = self._take_piece(connection, message, descriptor, begin, end)
 
     def _answer(self, connection: Connection, deadline: float) -> tuple[Message, Descriptor]:
         """The source's answer, and the one descriptor that comes along."""
@@ -118,12 +118,19 @@ class SharedMemoryReader:
         for run in copied:
             self._copy(sealed.descriptor, run)
 
-    def _take_piece(self, message: Message, descriptor: Descriptor, begin: int, end: int) -> int:
+    def _take_piece(
+        self, connection: Connection, message: Message, descriptor: Descriptor, begin: int, end: int
+    ) -> int:
         """Copy a part of the range; returns where the rest begins."""
         until = number_in(message, "end")
         if number_in(message, "begin") != begin or not begin < until <= end:
             raise SourceCorrupt(f"the source gives another part than one of [{begin}, {end})")
-        self._copy(descriptor, Run(begin, number_in(message, "piece"), until - begin))
+        try:
+            self._copy(descriptor, Run(begin, number_in(message, "piece"), until - begin))
+        except SourceCorrupt:
+            if not connection.quiet:
+                raise SourceGone("the source ended the connection, and took back what it gave") from None
+            raise
         return until
 
     def _copy(self, descriptor: Descriptor, run: Run) -> None:

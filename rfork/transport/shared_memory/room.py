@@ -6,6 +6,9 @@ seed must not be ended for what it gives, so it makes them only where there is r
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +16,26 @@ RESERVE: Final = 256 << 20
 """Bytes that are left to others, at least."""
 RESERVED_PART: Final = 16
 """And of all there is, one part in so many."""
+
+
+class Room:
+    """Memory that is promised to files which are being made. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._promised = 0
+
+    @contextlib.contextmanager
+    def promised(self, nbytes: int, enough: Callable[[int], bool]) -> Iterator[bool]:
+        """Whether there is `enough` for so many bytes, beside what is promised; until the block ends."""
+        with self._lock:
+            has = enough(self._promised + nbytes)
+            self._promised += nbytes if has else 0
+        try:
+            yield has
+        finally:
+            with self._lock:
+                self._promised -= nbytes if has else 0
 
 
 def has_room(nbytes: int, root: Path = Path("/")) -> bool:

@@ -11,14 +11,14 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from rfork.errors import SourceCorrupt
 from rfork.image.memory import Image
 from rfork.transport.shared_memory.own_memory import FILE_NAME
 from rfork.transport.shared_memory.pages import Kernel
-from rfork.transport.shared_memory.placement import Layout
+from rfork.transport.shared_memory.placement import Layout, Run
 
 MOST_VIEWS: Final = 1024
 """Views of one system call, at most (IOV_MAX)."""
@@ -37,10 +37,17 @@ class Descriptor:
         self.number = number
         self._end = weakref.finalize(self, os.close, number)
 
+    def empty(self) -> None:
+        """Give the bytes of an unsealed file back to the system, whoever else has it open."""
+        os.ftruncate(self.number, 0)
 
-def memory_file() -> Descriptor:
-    """An empty memory file. Raises OSError."""
-    return Descriptor(os.memfd_create(FILE_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+
+def memory_file(*, sealable: bool = True) -> Descriptor:
+    """An empty memory file. Who is given one that is not `sealable` cannot keep it from being emptied.
+
+    Raises OSError.
+    """
+    return Descriptor(os.memfd_create(FILE_NAME, os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if sealable else 0)))
 
 
 class Sealed:
@@ -70,17 +77,16 @@ class Sealed:
             raise SourceCorrupt("the source gave a memory file that can still be changed, or is too short")
         return cls(descriptor, layout)
 
-    def holds_the_bytes_of(self, image: Image, kernel: Kernel) -> bool:
-        """Whether the image has the same bytes in this range. Raises OSError."""
-        begin, end = self.layout.begin, self.layout.end
+    def holds_the_bytes_of(self, image: Image, begin: int, end: int, kernel: Kernel) -> bool:
+        """Whether the image has the same bytes in `[begin, end)`, a part of this range. Raises OSError."""
         mapping = mmap.mmap(self.descriptor.number, self.layout.size, mmap.MAP_PRIVATE)
         with contextlib.closing(mapping), image.readable(begin, end) as views:
-            return _same(memoryview(mapping), self.layout, views, kernel)
+            return _same(memoryview(mapping), self.layout.runs(begin, end), views, kernel)
 
 
-def _same(whole: memoryview, layout: Layout, views: Sequence[memoryview], kernel: Kernel) -> bool:
+def _same(whole: memoryview, runs: Iterable[Run], views: Sequence[memoryview], kernel: Kernel) -> bool:
     left = list(views)
-    for run in layout.runs(layout.begin, layout.end):
+    for run in runs:
         part, left = cut(left, run.length)
         place = run.place
         for view in part:

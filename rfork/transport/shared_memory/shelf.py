@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import resource
 import threading
-import time
 from collections.abc import Iterator
 from typing import Final
 
@@ -21,14 +20,17 @@ KEPT_PART: Final = 4
 
 
 class Shelf:
-    """Thread-safe. Chunks by index; the one that was wanted least lately goes first."""
+    """Thread-safe. Chunks by index.
+
+    One that is given up may still be mapped by targets: who asks for it later then costs another copy. So
+    none makes way for another, and none goes for being idle.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: dict[int, Sealed] = {}
         self._making: dict[int, threading.Lock] = {}
         self._exports = 0
-        self._used_at = time.monotonic()
 
     @contextlib.contextmanager
     def making(self, chunk: int) -> Iterator[None]:
@@ -41,22 +43,25 @@ class Shelf:
     def find(self, chunk: int) -> Sealed | None:
         """The chunk, if it is held."""
         with self._lock:
-            self._used_at = time.monotonic()
+            # The one that was wanted least lately is the first, where one has to go.
             sealed = self._kept.pop(chunk, None)
             if sealed is not None:
                 self._kept[chunk] = sealed
             return sealed
 
     def keep(self, chunk: int, sealed: Sealed) -> None:
-        """Hold a chunk, in place of an earlier one."""
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = MOST_KEPT if soft == resource.RLIM_INFINITY else min(MOST_KEPT, soft // KEPT_PART)
+        """Hold a chunk, in place of an earlier one; not where the shelf is full."""
+        most = _most_kept()
         with self._lock:
-            self._used_at = time.monotonic()
-            self._kept.pop(chunk, None)
-            self._kept[chunk] = sealed
-            while len(self._kept) > most:
-                del self._kept[next(iter(self._kept))]
+            if chunk in self._kept or len(self._kept) < most:
+                self._kept.pop(chunk, None)
+                self._kept[chunk] = sealed
+
+    def full(self) -> bool:
+        """Whether it holds as many chunks as it may."""
+        most = _most_kept()
+        with self._lock:
+            return len(self._kept) >= most
 
     def drop(self, chunk: int) -> None:
         """Hold this chunk no longer."""
@@ -78,12 +83,6 @@ class Shelf:
                 chunk: sealed for chunk, sealed in self._kept.items() if sealed.proven in ("", etag)
             }
 
-    def drop_unused(self, idle_s: float) -> None:
-        """Give up all chunks if none was wanted for so many seconds."""
-        with self._lock:
-            if time.monotonic() - self._used_at >= idle_s:
-                self._kept.clear()
-
     def exported(self, *, more: int) -> None:
         """One exporter more (1) or less (-1) gives these chunks; after the last one nobody needs them."""
         with self._lock:
@@ -97,3 +96,8 @@ class Shelf:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+
+def _most_kept() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_KEPT if soft == resource.RLIM_INFINITY else min(MOST_KEPT, soft // KEPT_PART)

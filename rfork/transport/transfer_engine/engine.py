@@ -15,15 +15,14 @@ from collections.abc import Sequence
 from enum import Enum
 
 from rfork.errors import (
-    DeviceDown,
     RforkError,
     SourceGone,
     SourceStalled,
     TransportUnusable,
 )
 from rfork.image.areas import Area
-from rfork.transport.transfer_engine.library import NativeEngine, Wire, new_engine
-from rfork.transport.transfer_engine.packet_filter import PacketFilter
+from rfork.transport.packet_filter import PacketFilter
+from rfork.transport.transfer_engine.library import NativeEngine, Wire, start_engine
 
 _METADATA, _PROBE = 1, 3
 """Mooncake's handshake messages for "send your segment's description" and "are you there"."""
@@ -52,14 +51,8 @@ class Engine:
 
     def __init__(self, host: str, protocol: Wire, devices: str = "") -> None:
         self.protocol = protocol
-        self._native: NativeEngine | None = new_engine(protocol)
+        self._native: NativeEngine | None = start_engine(protocol, host, devices)
         self._registered: list[int] = []
-        if self._native.initialize(host, "P2PHANDSHAKE", protocol, devices) != 0:
-            failed = DeviceDown if protocol == "rdma" else TransportUnusable
-            raise failed(
-                f"transfer_engine could not start over {protocol} at {host}" + (devices and f" ({devices})"),
-                hint="run with MC_LOG_LEVEL=INFO to see why; check RFORK_ADVERTISE and RFORK_RDMA_DEVICES",
-            )
         port = self._native.get_rpc_port()
         self.session = f"{host}:{port}"
         self.packet_filter = PacketFilter()

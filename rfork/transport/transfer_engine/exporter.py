@@ -8,6 +8,7 @@ import time
 from rfork.errors import RforkError, SourceBusy, TransportUnusable
 from rfork.image.areas import Area
 from rfork.image.memory import Image
+from rfork.image.regions import CPU
 from rfork.logs import logger
 from rfork.niceness import stand_back
 from rfork.transport.base import Endpoint, Plain
@@ -16,8 +17,8 @@ from rfork.transport.transfer_engine.library import Wire
 from rfork.transport.transfer_engine.registering import areas_to_register, register
 
 WAIT_S = 3.0
-"""All readers together wait so long for the memory to be registered; who comes later is told to come again.
-They wait on the peer service's own thread, so this also bounds for how long that answers nobody."""
+"""All that ask for the endpoint together wait so long for the memory to be registered. Readers do not: they
+are let in on the peer service's own thread, and who comes too early is told to come again."""
 
 log = logger(__name__)
 
@@ -64,11 +65,11 @@ class TransferEngineExporter(Plain):
         Waits for the memory to be registered. Raises TransportUnusable where that failed, SourceBusy where
         it is not done in time.
         """
-        return self._ready()[1]
+        return self._ready(WAIT_S)[1]
 
     def let_in(self, channel_id: str, address: str) -> None:
-        """Let the reader's host reach the engine; see `Exporter.let_in`. Waits and raises as `endpoint`."""
-        self._ready()[0].packet_filter.let_in(channel_id, address)
+        """Let the reader's host reach the engine; see `Exporter.let_in`. As `endpoint`, but never waits."""
+        self._ready(0.0)[0].packet_filter.let_in(channel_id, address)
 
     def let_out(self, channel_id: str) -> None:
         """Shut it out and cut it off, unless it has another channel; see `Exporter.let_out`."""
@@ -90,14 +91,14 @@ class TransferEngineExporter(Plain):
                 self._engine.close()
             self._image = self._endpoint = None
 
-    def _ready(self) -> tuple[Engine, Endpoint]:
+    def _ready(self, wait_s: float) -> tuple[Engine, Endpoint]:
         with self._changed:
             now = time.monotonic()
             if self._asked_at is None:
                 self._asked_at = now
             self._changed.wait_for(
                 lambda: self._endpoint is not None or self._error is not None or self._closed,
-                max(0.0, self._asked_at + WAIT_S - now),
+                max(0.0, self._asked_at + wait_s - now),
             )
             if self._error is not None:
                 raise type(self._error)(str(self._error), hint=self._error.hint)
@@ -122,7 +123,7 @@ class TransferEngineExporter(Plain):
                     "session": engine.session,
                     "protocol": protocol,
                     # On a device, areas that are near one another may be registered apart.
-                    "gather": "yes" if image.device.type == "cpu" else "no",
+                    "gather": "yes" if image.devices <= {CPU} else "no",
                 },
                 tuple(image.segments(0, image.layout.image_bytes)),
             )

@@ -8,6 +8,7 @@ register GPU memory fails, or ends in a read that never does: so it is looked at
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -37,33 +38,37 @@ def gpu_direct(*, peer_module: bool, dma_buf: bool) -> Way:
 def has_peer_module(root: Path = Path("/")) -> bool:
     """Whether the kernel module nvidia-peermem, or its predecessor, is loaded (or built in)."""
     try:
-        listed = (root / "proc" / "modules").read_text().splitlines()
+        listed = (root / "proc" / "modules").read_text(errors="replace").splitlines()
     except OSError:  # some containers hide it
         listed = []
     loaded = {line.split(" ", 1)[0] for line in listed}
-    return any(name in loaded or (root / "sys" / "module" / name).is_dir() for name in PEER_MODULES)
+    return any(name in loaded or os.path.isdir(root / "sys" / "module" / name) for name in PEER_MODULES)
 
 
 def has_open_modules(root: Path = Path("/")) -> bool:
     """Whether NVIDIA's kernel modules are the open ones."""
     try:
-        return OPEN_MODULES in (root / "proc" / "driver" / "nvidia" / "version").read_text()
+        version = (root / "proc" / "driver" / "nvidia" / "version").read_text(errors="replace")
     except OSError:
         return False
+    return OPEN_MODULES in version
 
 
-def has_dma_buf(device: torch.device) -> bool:
+def has_dma_buf(device: torch.device, root: Path = Path("/")) -> bool:
     """Whether CUDA exports this GPU's memory as a dma-buf; where it does not tell, what the modules are."""
     value = ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        failed = driver.cuDeviceGetAttribute(ctypes.byref(value), _DMA_BUF_SUPPORTED, device.index or 0)
+        # It answers nothing in a process that did not start CUDA; to start it twice does no harm.
+        failed = driver.cuInit(0) or driver.cuDeviceGetAttribute(
+            ctypes.byref(value), _DMA_BUF_SUPPORTED, device.index or 0
+        )
     except (OSError, AttributeError):
-        return has_open_modules()
-    return bool(value.value) if failed == 0 else has_open_modules()
+        return has_open_modules(root)
+    return bool(value.value) if failed == 0 else has_open_modules(root)
 
 
 def gpu_direct_of(device: torch.device, root: Path = Path("/")) -> Way:
     """As `gpu_direct`, of this machine and one of its GPUs."""
     peer_module = has_peer_module(root)
-    return gpu_direct(peer_module=peer_module, dma_buf=peer_module or has_dma_buf(device))
+    return gpu_direct(peer_module=peer_module, dma_buf=peer_module or has_dma_buf(device, root))

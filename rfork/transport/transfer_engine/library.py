@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal, Protocol, cast
 
-from rfork.errors import MissingExtra, VersionMismatch
+from rfork.errors import DeviceDown, MissingExtra, TransportUnusable, VersionMismatch
 from rfork.transport.transfer_engine.gpu_direct import has_open_modules, has_peer_module
 
 Wire = Literal["rdma", "tcp"]
@@ -48,6 +50,9 @@ _ENVIRONMENT = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_LOG_LEVEL": "ERROR",
 }
+_FORCE_TCP = "MC_FORCE_TCP"
+
+_starting = threading.Lock()
 
 
 class NativeEngine(Protocol):
@@ -107,21 +112,55 @@ def _configure_environment() -> None:
         os.environ.setdefault("WITH_NVIDIA_PEERMEM", "0")
 
 
-def new_engine(wire: Wire) -> NativeEngine:
-    """A native engine that is not initialized yet. Raises MissingExtra when there is no usable library.
+def start_engine(wire: Wire, host: str, devices: str) -> NativeEngine:
+    """A native engine that listens at `host`, over RDMA on these devices (comma separated).
 
-    It goes by this variable alone: where there is an RDMA device it would take that, whatever it is told.
+    Raises MissingExtra when there is no usable library, DeviceDown (over RDMA) or TransportUnusable when the
+    engine does not start.
     """
-    if wire == "tcp":
-        os.environ["MC_FORCE_TCP"] = "1"
-    else:
-        os.environ.pop("MC_FORCE_TCP", None)
     state = library_state()
     if state.error:
         error = MissingExtra("transfer_engine", extra=state.extra, why=state.error)
         error.hint = state.hint or error.hint
         raise error
-    return cast(NativeEngine, importlib.import_module("mooncake.engine").TransferEngine())
+    create = importlib.import_module("mooncake.engine").TransferEngine
+    with _forcing_tcp(wire == "tcp"):
+        native = cast(NativeEngine, create())
+        status = native.initialize(host, "P2PHANDSHAKE", wire, devices)
+    if status != 0:
+        failed = DeviceDown if wire == "rdma" else TransportUnusable
+        raise failed(
+            f"transfer_engine could not start over {wire} at {host}" + (devices and f" ({devices})"),
+            hint="run with MC_LOG_LEVEL=INFO to see why; check RFORK_ADVERTISE and RFORK_RDMA_DEVICES",
+        )
+    return native
+
+
+@contextmanager
+def _forcing_tcp(wanted: bool) -> Iterator[None]:
+    """Tell an engine that starts in this block what to run over, and no other.
+
+    It goes by this variable alone: where there is an RDMA device it would take that, whatever it is told.
+    The variable is the process's, and engines start on several threads. It is written where it has to be
+    only, as C++ code of other libraries may read the environment at this moment.
+    """
+    with _starting:
+        before = os.environ.get(_FORCE_TCP)
+        if (before is not None) == wanted:
+            yield
+            return
+        try:
+            _set_environment(_FORCE_TCP, "1" if wanted else None)
+            yield
+        finally:
+            _set_environment(_FORCE_TCP, before)
+
+
+def _set_environment(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def installed_wheels() -> tuple[str, ...]:

@@ -36,7 +36,7 @@ def register(engine: Engine, image: Image, found: Sequence[Area]) -> None:
     try:
         engine.register(found)
     except TransportUnusable as error:
-        if image.device.type != "cuda":
+        if all(device.type != "cuda" for device in image.devices):
             raise
         hint = "see rfork doctor (GPUDirect, memlock)"
         if in_expandable_memory(image):

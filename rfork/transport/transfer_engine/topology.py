@@ -7,6 +7,7 @@ can stand in for a machine.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class RdmaDevice:
     link_layer: str = "InfiniBand"
     rate: str = ""
     has_address: bool = True
-    """Whether the port has a GID: over Ethernet there is none without an IP address."""
+    """Whether the port has a GID: over Ethernet there is none without an IP address. Of an active port."""
 
     @property
     def fault(self) -> str:
@@ -55,15 +56,13 @@ class RdmaDevice:
 def rdma_devices(root: Path = SYSFS) -> tuple[RdmaDevice, ...]:
     """All RDMA devices of this machine, usable or not, by name; never raises."""
     folder = root / "class" / "infiniband"
-    if not folder.is_dir():
-        return ()
-    return tuple(_device(folder / name) for name in sorted(entry.name for entry in folder.iterdir()))
+    return tuple(_device(folder / name) for name in sorted(_names(folder)))
 
 
 def place_of(address: str, root: Path = SYSFS) -> Place:
     """Where the PCI device of this address (``0000:18:00.0``) is; `Place()` where sysfs does not tell."""
     device = root / "bus" / "pci" / "devices" / address.lower()
-    return _place(device) if device.exists() else Place()
+    return _place(device) if os.path.exists(device) else Place()
 
 
 def gpu_address(device: torch.device) -> str:
@@ -118,28 +117,46 @@ def chosen(devices: Sequence[RdmaDevice], wanted: str, gpus: Sequence[Place]) ->
 
 def _device(folder: Path) -> RdmaDevice:
     port = folder / "ports" / str(PORT)
-    gids = [gid for gid in (_read(path) for path in sorted((port / "gids").glob("*"))) if gid]
+    state = _read(port / "state").rpartition(":")[2].strip()  # as in `4: ACTIVE`
     return RdmaDevice(
         folder.name,
         _place(folder / "device"),
-        # As in `4: ACTIVE`.
-        _read(port / "state").rpartition(":")[2].strip(),
+        state,
         _read(port / "link_layer"),
         _read(port / "rate"),
-        # Where sysfs lists none at all it does not tell: the device is given a try.
-        not gids or any(gid.strip("0:") for gid in gids),
+        state != "ACTIVE" or _has_address(port / "gids"),
     )
 
 
+def _has_address(gids: Path) -> bool:
+    """Whether one of a port's GIDs, of which there are 256, is not zero: mostly the first that is read."""
+    told = False
+    for name in sorted(_names(gids), key=lambda name: (len(name), name)):
+        gid = _read(gids / name)
+        if gid.strip("0:"):
+            return True
+        told = told or bool(gid)
+    # Where sysfs lists none at all it does not tell: the device is given a try.
+    return not told
+
+
 def _place(device: Path) -> Place:
-    path = tuple(part for part in device.resolve().parts if _STEP.fullmatch(part))
+    path = tuple(part for part in os.path.realpath(device).split(os.sep) if _STEP.fullmatch(part))
     node = _read(device / "numa_node")
-    return Place(path, int(node) if node.lstrip("-").isdecimal() else -1)
+    return Place(path, int(node) if node.isdecimal() else -1)
+
+
+def _names(folder: Path) -> list[str]:
+    """What is in a folder of sysfs: nothing where there is none, or it may not be read."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def _read(path: Path) -> str:
     """A file of sysfs, or nothing: ports come and go."""
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return ""

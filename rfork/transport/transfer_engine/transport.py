@@ -11,6 +11,7 @@ devices are chosen, and what is said where something is missing, is tested on co
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from rfork.transport.base import Availability, Endpoint, Gate, Talk, TokenSource
 from rfork.transport.transfer_engine import gpu_direct, topology
 from rfork.transport.transfer_engine.connecting import connect_engine
 from rfork.transport.transfer_engine.exporter import TransferEngineExporter
-from rfork.transport.transfer_engine.library import Wire, library_state, require_cuda
+from rfork.transport.transfer_engine.library import LibraryState, Wire, library_state, require_cuda
 from rfork.transport.transfer_engine.plan import AddressMap
 from rfork.transport.transfer_engine.reader import TransferEngineReader
 from rfork.transport.transfer_engine.registering import areas_to_register, register
@@ -41,27 +42,22 @@ class TransferEngineTransport:
         self._settings = settings
         self._root = root
 
-    @property
-    def protocol(self) -> Wire:
-        """What it runs over here: RDMA where a device works, or some are asked for."""
-        if self._settings.rdma_devices or any(not device.fault for device in self._rdma_devices()):
-            return "rdma"
-        return "tcp"
-
     def availability(self) -> Availability:
         """Whether it can run here, and over what; see `Transport.availability`."""
-        state = library_state()
+        return self._availability(library_state(), self._rdma_devices())
+
+    def _availability(self, state: LibraryState, found: Sequence[topology.RdmaDevice]) -> Availability:
         if state.error:
             return Availability(False, f"mooncake cannot be used: {state.error}", state.hint)
-        if self.protocol == "rdma":
+        if self._protocol(found) == "rdma":
             try:
-                devices = topology.chosen(self._rdma_devices(), self._settings.rdma_devices, ())
+                devices = topology.chosen(found, self._settings.rdma_devices, ())
             except DeviceDown as error:
                 return Availability(False, str(error), error.hint)
             return Availability(True, f"over RDMA ({', '.join(device.name for device in devices)})")
         if not self._settings.unguarded_tcp:
-            found = ", ".join(f"{device.name}: {device.fault}" for device in self._rdma_devices())
-            none = f"no RDMA device that works ({found})" if found else "no RDMA device"
+            faults = ", ".join(f"{device.name}: {device.fault}" for device in found)
+            none = f"no RDMA device that works ({faults})" if faults else "no RDMA device"
             return Availability(
                 False,
                 f"{none}, and over plain TCP a lease lets a whole host read, and write",
@@ -75,9 +71,9 @@ class TransferEngineTransport:
         Raises TransportUnusable kinds: DeviceDown, VersionMismatch when the wheel does not fit the image,
         NoGpuDirect.
         """
-        devices = self.devices_for(image)
+        protocol, devices = self._way_for(image)
         reachable_at, nice = self._settings.reachable_at, self._settings.giving_nice
-        return TransferEngineExporter(image, reachable_at, self.protocol, devices, nice)
+        return TransferEngineExporter(image, reachable_at, protocol, devices, nice)
 
     def connect(
         self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float, talk: Talk = silent
@@ -87,7 +83,7 @@ class TransferEngineTransport:
         Raises SourceGone, SourceStalled or SourceCorrupt (an address map that does not cover the
         image), and TransportUnusable kinds, as `export`, for what this side lacks.
         """
-        devices, protocol = self.devices_for(image), self.protocol
+        protocol, devices = self._way_for(image)
         session, given_over = endpoint.parameters.get("session", ""), endpoint.parameters.get("protocol", "")
         if given_over != protocol:
             raise TransportUnusable(
@@ -110,25 +106,33 @@ class TransferEngineTransport:
         gather = endpoint.parameters.get("gather") == "yes"
         return TransferEngineReader(engine, session, remote, image, gather=gather)
 
-    def devices_for(self, image: Image) -> str:
-        """The RDMA devices for this image, comma separated; none over TCP.
+    def _way_for(self, image: Image) -> tuple[Wire, str]:
+        """What this image is read over, and the RDMA devices for that, comma separated; none over TCP.
 
+        From one look at the ports: they go up and down, and a machine may have thousands of files to read.
         Raises TransportUnusable kinds where it cannot run here, or not with this image.
         """
-        available, over_rdma = self.availability(), self.protocol == "rdma"
+        state, found = library_state(), self._rdma_devices()
+        available, protocol = self._availability(state, found), self._protocol(found)
         if not available.usable:
-            kind = DeviceDown if over_rdma and not library_state().error else TransportUnusable
+            kind = DeviceDown if protocol == "rdma" and not state.error else TransportUnusable
             raise kind(f"transfer_engine: {available.reason}", hint=available.hint)
         gpus = sorted((device for device in image.devices if device.type == "cuda"), key=str)
         if gpus:
-            require_cuda(library_state(), torch.version.cuda)
-        if not over_rdma:
-            return ""
+            require_cuda(state, torch.version.cuda)
+        if protocol == "tcp":
+            return protocol, ""
         for gpu in gpus:
             gpu_direct.gpu_direct_of(gpu, self._root)
         places = [topology.place_of(topology.gpu_address(gpu), self._root / "sys") for gpu in gpus]
-        devices = topology.chosen(self._rdma_devices(), self._settings.rdma_devices, places)
-        return ",".join(device.name for device in devices)
+        devices = topology.chosen(found, self._settings.rdma_devices, places)
+        return protocol, ",".join(device.name for device in devices)
+
+    def _protocol(self, found: Sequence[topology.RdmaDevice]) -> Wire:
+        """RDMA where a device works, or some are asked for."""
+        if self._settings.rdma_devices or any(not device.fault for device in found):
+            return "rdma"
+        return "tcp"
 
     def _rdma_devices(self) -> tuple[topology.RdmaDevice, ...]:
         return topology.rdma_devices(self._root / "sys")

@@ -125,3 +125,24 @@ def test_a_kind_that_nobody_knows_is_an_error() -> None:
     """It names those there are."""
     with pytest.raises(SettingsError, match="'triten' is not known"):
         places(load(ArtifactSettings, kinds="triten"))
+
+
+def test_a_user_without_a_home_has_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off, nothing is missing; kinds that lie elsewhere do without; for the others it is said."""
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert [] == places(load(ArtifactSettings))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/x")
+    assert [Path("/x")] == [place.folder for place in places(load(ArtifactSettings, kinds="triton"))]
+    with pytest.raises(SettingsError, match="deep_gemm"):
+        places(load(ArtifactSettings, kinds="deep_gemm"))
+
+
+def test_a_folder_of_nobody_is_an_error() -> None:
+    """One line that names the kind, and no RuntimeError."""
+    with pytest.raises(SettingsError, match=r"triton: ~no-such-user/x"):
+        places(load(ArtifactSettings, kinds="triton", folders="triton=~no-such-user/x"))

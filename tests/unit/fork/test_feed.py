@@ -269,14 +269,20 @@ class Named(MemoryExporter):
 
 @contextmanager
 def fed(
-    fleet: Fleet, heard: Heard, transports: Sequence[MemoryTransport], *, max_readers: int = 4
+    fleet: Fleet,
+    heard: Heard,
+    transports: Sequence[MemoryTransport],
+    *,
+    max_readers: int = 4,
+    dial: Dial | None = None,
+    stall_s: float = NEVER_S,
 ) -> Iterator[tuple[Seed, Feed]]:
     """A source that offers these, best first, and a feed of it, which has them too and has begun."""
     held = image(1)
     seed = Seed(
         held,
         Identity("model", instance_id="a"),
-        settings(max_readers=max_readers),
+        settings(max_readers=max_readers, drain_s=0),
         list(transports),
         manifest=held.manifest(),
         serve_peer=fleet.peers.service,
@@ -288,8 +294,8 @@ def fed(
             route(seed, ALL).model_copy(update={"transports": names}),
             image(),
             {transport.name: transport for transport in transports},
-            fleet.peers.dial,
-            settings(),
+            dial or fleet.peers.dial,
+            settings(stall_s=stall_s),
             heard,
             Deadline(time.monotonic() + NEVER_S),
         )
@@ -330,6 +336,109 @@ def test_a_source_that_no_transport_reaches_fails_without_blame(fleet: Fleet) ->
             [(error.kind, error.fault) for error in heard.failures],
             len(seed._leases._channels),
         )
+
+
+class Slow(Elsewhere):
+    """It finds out only when its time is up."""
+
+    def connect(
+        self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float, talk: Talk = silent
+    ) -> MemoryReader:
+        threading.Event().wait(max(0.0, deadline - time.monotonic()))
+        raise TransportUnusable(f"{self._name}: took too long to register")
+
+
+class Hurried(MemoryPeer):
+    """A peer service that answers nothing of what comes too late."""
+
+    def open(self, layout_id: str, transports: tuple[str, ...], deadline: float) -> tuple[str, Endpoint]:
+        self._check(deadline)
+        return super().open(layout_id, transports, deadline)
+
+    def leave(self, channel_id: str, deadline: float) -> None:
+        self._check(deadline)
+        super().leave(channel_id, deadline)
+
+    def _check(self, deadline: float) -> None:
+        if time.monotonic() >= deadline:
+            raise SourceStalled("no answer in time")
+
+
+def test_a_slow_detour_leaves_the_next_transport_its_time(fleet: Fleet) -> None:
+    """One that used up all of its time is passed over, not the source; its place is given back."""
+    heard, memory = Heard(), MemoryTransport(fleet.network)
+
+    def dial(address: str, token: TokenSource) -> Peer:
+        return Hurried(fleet.peers, address, token)
+
+    slow = [Slow(fleet.network, name) for name in ("transfer_engine", "nccl")]
+    with fed(fleet, heard, [*slow, memory], max_readers=1, dial=dial, stall_s=0.5) as (_, feed):
+        assert heard.offered.wait(NEVER_S) or heard.failures
+        assert (["TransportUnusable"] * 2, [], "memory") == (heard.detours, heard.failures, feed.transport)
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_a_place_that_cannot_be_given_back_is_no_failure(fleet: Fleet, others: bool) -> None:
+    """The next transport is taken; without one, what ends the feed is why the last cannot be used."""
+
+    class Deaf(MemoryPeer):
+        def leave(self, channel_id: str, deadline: float) -> None:
+            raise SourceStalled("no answer in time")
+
+    def dial(address: str, token: TokenSource) -> Peer:
+        return Deaf(fleet.peers, address, token)
+
+    heard = Heard()
+    transports: list[MemoryTransport] = [Elsewhere(fleet.network, "shared_memory")]
+    if others:
+        transports.append(MemoryTransport(fleet.network))
+    with fed(fleet, heard, transports, dial=dial):
+        (heard.offered if others else heard.failed).wait(NEVER_S)
+        told = heard.detours, [error.kind for error in heard.failures]
+    assert ((["NotOneHost"], []) if others else ([], ["NotOneHost"])) == told
+
+
+def test_silence_counts_once_there_is_a_reader(fleet: Fleet) -> None:
+    """To connect has a deadline of its own; a connect that keeps to none counts as silence in the end."""
+    connecting, go_on = threading.Event(), threading.Event()
+
+    class Waiting(MemoryTransport):
+        def connect(
+            self, endpoint: Endpoint, image: Image, token: TokenSource, deadline: float, talk: Talk = silent
+        ) -> MemoryReader:
+            connecting.set()
+            go_on.wait(NEVER_S)
+            return super().connect(endpoint, image, token, deadline, talk)
+
+    with fed(fleet, Heard(), [Waiting(fleet.network)], stall_s=10.0) as (_, feed):
+        assert connecting.wait(NEVER_S)
+        now = time.monotonic()
+        stalls = [feed.check(now + later, starved=True) is not None for later in (10.5, 19.0, 20.5)]
+        go_on.set()
+    assert [False, False, True] == stalls
+
+
+@pytest.mark.parametrize("opened", ["shared_memory", "carrier pigeon"])
+def test_a_source_that_opens_what_was_not_asked_for(fleet: Fleet, opened: str) -> None:
+    """It is to blame, be it a transport passed over before or one that nobody has heard of."""
+
+    class Wilful(MemoryPeer):
+        def open(self, layout_id: str, transports: tuple[str, ...], deadline: float) -> tuple[str, Endpoint]:
+            channel_id, endpoint = super().open(layout_id, transports, deadline)
+            if endpoint.transport == "shared_memory":
+                return channel_id, endpoint
+            return channel_id, replace(endpoint, transport=opened)
+
+    def dial(address: str, token: TokenSource) -> Peer:
+        return Wilful(fleet.peers, address, token)
+
+    heard = Heard()
+    transports = [Elsewhere(fleet.network, "shared_memory"), MemoryTransport(fleet.network)]
+    with fed(fleet, heard, transports, dial=dial):
+        assert heard.failed.wait(NEVER_S)
+        told = [(error.kind, error.fault) for error in heard.failures]
+    assert [("SourceCorrupt", "source")] == told
+    assert opened in str(heard.failures[0])
 
 
 def test_a_source_out_of_reach_is_given_up_at_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rfork.image.areas import AllocatorSegment, Area, Run, areas, areas_of, in_expandable_memory
+from rfork.image.areas import (
+    AllocatorSegment,
+    Area,
+    Run,
+    areas,
+    areas_of,
+    host_areas,
+    in_expandable_memory,
+)
 from rfork.image.capture import image_of
 
 MIB = 1 << 20
@@ -87,6 +95,13 @@ CASES: dict[str, tuple[list[Run], list[AllocatorSegment], list[Area]]] = {
 def test_areas(runs: list[Run], segments: list[AllocatorSegment], expected: list[Area]) -> None:
     """Few, sorted, and each inside one allocation as far as the allocator's books tell."""
     assert expected == areas_of(runs, segments)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("host, ", "empty", "no "))])
+def test_areas_of_host_memory_alone(name: str) -> None:
+    """By the shorter way they are the same."""
+    runs, _, expected = CASES[name]
+    assert expected == host_areas([run.address for run in runs], [run.length for run in runs])
 
 
 def test_areas_of_an_image_in_host_memory() -> None:

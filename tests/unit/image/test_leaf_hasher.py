@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 import pytest
 import torch
 
 from rfork.image import xxh3_device
-from rfork.image.leaf_hasher import leaf_hasher, try_out
+from rfork.image.leaf_hasher import LeafHasher, leaf_hasher, try_out
 
 CPU = torch.device("cpu")
 
@@ -34,3 +36,36 @@ def test_a_device_has_one_hasher() -> None:
     """Whoever asks gets the same one; on the CPU it is made of torch operations."""
     hasher = leaf_hasher(CPU)
     assert (True, False) == (hasher is leaf_hasher(torch.device("cpu")), hasher.prepared())
+
+
+class Kernel(ModuleType):
+    """The kernel's module, whose import ends in an error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__("rfork.image.xxh3_triton")
+        self._error = error
+
+    def __getattr__(self, name: str) -> None:
+        if name == "leaf_hashes":
+            raise self._error
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ImportError("no triton"), False),
+        (RuntimeError("0 active drivers"), True),
+        (OSError("read-only"), True),
+    ],
+)
+def test_a_kernel_that_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, said: bool
+) -> None:
+    """Whatever the import raises, torch operations hash; that there is no Triton goes without saying."""
+    monkeypatch.setitem(sys.modules, "rfork.image.xxh3_triton", Kernel(error))
+    hasher = LeafHasher(torch.device("cuda"))
+    data = torch.zeros(5000, dtype=torch.uint8)
+    assert (False, xxh3_device.leaf_hashes([data], 2048)) == (hasher.prepared(), hasher([data], 2048))
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == any("kernel does not run here" in message for message in warnings)

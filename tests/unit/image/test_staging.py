@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import pytest
 import torch
 
 from rfork.image.capture import image_of
 from rfork.image.memory import Image
-from rfork.image.staging import STEP_BYTES
-from tests.fake_device import FakeCopies, on_device
+from rfork.image.staging import STEP_BYTES, wait_all
+from tests.fake_device import FakeCopies, FakeCopying, on_device
 
 SIZE = 1000
 
@@ -140,6 +143,48 @@ def test_a_device_that_fails_is_heard_of(way: str) -> None:
     with pytest.raises(RuntimeError, match="the device failed"):
         walk()
     assert [] == copies.under_way
+
+
+class FailingCopies(FakeCopies):
+    """All copies fail when they are waited for, and each says its number."""
+
+    def _begin(self, into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> FakeCopying:
+        number = self.begun
+        self.begun += 1
+
+        def fail() -> None:
+            raise RuntimeError(f"copy {number} failed")
+
+        return FakeCopying(self, fail)
+
+
+@pytest.mark.parametrize("way", ["reading", "writing"])
+def test_all_copies_are_waited_for_though_one_fails(way: str) -> None:
+    """The first failure is heard of once no copy is under way; what failed leaves its buffer to nobody."""
+    copies = FailingCopies()
+    image = image_on(copies, {"a": noise()})
+
+    def walk() -> None:
+        with image.reading(0, SIZE, 300) if way == "reading" else image.writing(0, SIZE, 300) as steps:
+            list(steps)
+
+    for first in (0, 2):
+        with pytest.raises(RuntimeError, match=f"copy {first} failed"):
+            walk()
+    assert ([], 4) == (copies.under_way, len(copies.pinned_bytes))
+
+
+def test_copies_on_two_devices_are_both_waited_for() -> None:
+    """The first failure is heard of, once the other device's copy is done."""
+    waited: list[str] = []
+
+    def wait(name: str) -> None:
+        waited.append(name)
+        raise RuntimeError(name)
+
+    with pytest.raises(RuntimeError, match="one"):
+        wait_all([partial(wait, "one"), partial(wait, "other")])
+    assert ["one", "other"] == waited
 
 
 @pytest.mark.parametrize("staged", [True, False])

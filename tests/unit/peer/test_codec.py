@@ -8,14 +8,17 @@ import grpc
 import pytest
 
 from rfork.errors import (
+    DeviceDown,
     LayoutMismatch,
     LeaseRefused,
+    NoGpuDirect,
     RforkError,
     SourceBusy,
     SourceChanged,
     SourceCorrupt,
     SourceGone,
     SourceStalled,
+    TransportUnusable,
 )
 from rfork.image.chunks import MIB
 from rfork.image.layout import Layout
@@ -268,3 +271,14 @@ def test_other_failures_of_a_call(code: grpc.StatusCode, expected: type[RforkErr
 def test_a_closed_channel_is_a_source_that_is_gone() -> None:
     """What grpc raises for a channel that this side closed is no bug."""
     assert SourceGone is type(codec.error_of(ValueError("Cannot invoke RPC on closed channel!"), "host:1"))
+
+
+@pytest.mark.parametrize("error", [TransportUnusable, NoGpuDirect, DeviceDown])
+def test_a_transport_that_fails_on_the_source_blames_nobody(error: type[RforkError]) -> None:
+    """Whatever its kind, the target takes it for a fault of the network."""
+    received = codec.error_of(Failed(codec.STATUS_OF[error], "no room"), "host:1")
+    assert (TransportUnusable, "network", "host:1: no room") == (
+        type(received),
+        received.fault,
+        str(received),
+    )

@@ -10,7 +10,7 @@ from planner.problems import ProblemError
 from planner.registry import Registry
 from planner.store.base import Change, Conflict, StoreUnavailable
 from planner.store.memory import MemoryStore
-from rfork.wire import ForkFinish, ForkProgress, MayExit, Plan, Share
+from rfork.wire import ForkFinish, ForkProgress, MayExit, Placement, Plan, Share
 from tests.unit.planner.builders import (
     CHECKPOINT,
     CHUNKS,
@@ -68,6 +68,23 @@ async def chain(registry: Registry, names: str, *, most: int = 4) -> None:
     await registry.report(whole("s", max_readers=most))
     for name in names:
         await registry.ask(ask(name, max_readers=most))
+
+
+@pytest.mark.parametrize(("staying", "learnt"), [(False, [3e9, 3e9]), (True, [None, None])])
+async def test_a_link_is_not_learnt_from_reads_within_a_host(
+    registry: Registry, staying: bool, learnt: list[float | None]
+) -> None:
+    """The fastest that a target was seen to read over its link; what it copies on its host is no such."""
+    ways = ("shared_memory", "http") if staying else ("http",)
+    here = Placement(host="host")
+    await registry.report(whole("s", transports=ways, placement=here))
+    await registry.ask(ask("a", transports=ways, placement=here))
+    seen: list[float | None] = []
+    for rate in (3e9, 1e9):
+        await registry.progress("fork-a", chunks(1, rate))
+        record = registry.state.instance("a")
+        seen.append(record.ingress_rate if record is not None else None)
+    assert learnt == seen
 
 
 async def test_new_weights_fence_the_readers_of_the_old_ones(registry: Registry) -> None:

@@ -27,8 +27,11 @@ class Door(Plain):
         self.opens.set()
         self.left = threading.Event()
         self.breaks_for: str | None = None
+        self.ready = True
 
     def endpoint(self) -> Endpoint:
+        if not self.ready:
+            raise SourceBusy("not ready")
         return Endpoint("door", {})
 
     def let_in(self, channel_id: str, address: str) -> None:
@@ -58,7 +61,7 @@ class Scene:
 
     def open(self, fork_id: str = "fork-1", address: str = "10.0.0.1") -> str:
         self.leases.check(sign(replace(CLAIMS, fork_id=fork_id), KEY), 0)
-        return self.channels.open(fork_id, ["carrier pigeon", "door"], address)[0]
+        return self.channels.open(fork_id, "door", address)[0]
 
 
 def test_a_reader_is_in_from_open_to_close() -> None:
@@ -122,7 +125,7 @@ def test_sweeping_goes_on_whatever_happens() -> None:
     scene.now = 1030.0
     first = told.wait(60)
     scene.leases.check(sign(replace(CLAIMS, fork_id="fork-2", expires_at=1060.0), KEY), 0)
-    channels.open("fork-2", ["door"], "10.0.0.2")
+    channels.open("fork-2", "door", "10.0.0.2")
     scene.now = 1060.0
     second = again.wait(60)
     channels.stop()
@@ -169,8 +172,18 @@ def test_who_cannot_be_let_in_gets_no_place() -> None:
     assert () == scene.leases.readers
 
 
+def test_who_cannot_be_told_where_to_read_gets_no_place() -> None:
+    """An exporter that has no endpoint to give leaves the place to others, and the reader out."""
+    scene = Scene()
+    scene.door.ready = False
+    with pytest.raises(SourceBusy, match="not ready"):
+        scene.open()
+    scene.channels.end_all()
+    assert ((), {}) == (scene.leases.readers, scene.door.inside)
+
+
 def test_a_transport_that_is_not_exported() -> None:
-    """A reader that speaks none of the source's transports is told which there are."""
+    """Who asks for one is told which there are."""
     scene = Scene()
     with pytest.raises(SourceChanged, match="door"):
-        scene.channels.open("fork-1", ["carrier pigeon"], "10.0.0.1")
+        scene.channels.open("fork-1", "carrier pigeon", "10.0.0.1")

@@ -24,7 +24,7 @@ from rfork.seed.exports import Exports
 from rfork.seed.holding import seal
 from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
-from rfork.transport.base import Gate, Transport
+from rfork.transport.base import Endpoint, Gate, Transport
 from rfork.transport.memory import MemoryExporter, MemoryNetwork, MemoryTransport
 
 KEY = derive_key(b"s" * 32, "seed-1")
@@ -48,7 +48,7 @@ class Named(MemoryTransport):
         super().__init__(network)
         self._called = name
         self.lets_in = lets_in
-        self.exports = True
+        self.exports = exports
 
     @property
     def name(self) -> str:
@@ -298,12 +298,139 @@ def test_a_transport_that_fails_after_it_was_offered() -> None:
     )
 
 
-def test_the_only_transport_fails_after_it_was_offered() -> None:
-    """A reader that has no other hears that it is not offered."""
-    with made(Named(MemoryNetwork(), "first", lets_in=False)) as seed:
+def test_the_only_transport_fails_after_it_was_offered(caplog: pytest.LogCaptureFixture) -> None:
+    """Every reader hears why it cannot be used, which is no fault of the source; the log says it once."""
+    with caplog.at_level("ERROR", "rfork"), made(Named(MemoryNetwork(), "first", lets_in=False)) as seed:
+        for _ in range(2):
+            with pytest.raises(TransportUnusable, match="could not be registered"):
+                open_channel(seed, 0, "first")
         with pytest.raises(SourceChanged, match="offers"):
-            open_channel(seed, 0, "first")
+            open_channel(seed, 0, "carrier pigeon")
         assert ((), ()) == (seed.report().transports, seed.report().readers)
+    assert 1 == sum("no transport is left" in record.getMessage() for record in caplog.records)
+
+
+def test_a_transport_that_cannot_be_used_from_the_start() -> None:
+    """The others are offered without it."""
+    with made(Named(MemoryNetwork(), "first", exports=False), Named(MemoryNetwork(), "second")) as seed:
+        assert ("second",) == seed.report().transports
+
+
+class Early(Named):
+    """Its exporters are not ready to let anybody in until the test says so."""
+
+    def __init__(self, network: MemoryNetwork, name: str) -> None:
+        super().__init__(network, name)
+        self.ready = False
+
+    def export(self, image: Image, gate: Gate) -> MemoryExporter:
+        exporter = super().export(image, gate)
+        exporter.let_in = self._let_in  # type: ignore[method-assign]
+        exporter.endpoint = lambda: Endpoint(self.name, {})  # type: ignore[method-assign]
+        return exporter
+
+    def _let_in(self, channel_id: str, address: str) -> None:
+        if not self.ready:
+            raise SourceBusy("not ready yet")
+
+
+def test_a_transport_that_is_not_ready_yet_is_passed_over() -> None:
+    """The reader gets the next that it named, with no other the word to come again; it stays on offer."""
+    network = MemoryNetwork()
+    early = Early(network, "first")
+    with made(early, MemoryTransport(network)) as seed:
+        opened = [open_channel(seed, 0, "first", "memory")]
+        with pytest.raises(SourceBusy, match="not ready yet"):
+            open_channel(seed, 0, "first")
+        readers, transports = seed.report().readers, seed.report().transports
+        early.ready = True
+        opened.append(open_channel(seed, 0, "first", "memory"))
+    assert (["memory", "first"], ("fork-1",), ("first", "memory")) == (opened, readers, transports)
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda image: image.digest(0),
+        lambda image: image.segments(0, 1),
+        lambda image: image.parts(0, 1),
+        lambda image: image.manifest(),
+        lambda image: image.readable(0, 1).__enter__(),
+        lambda image: image.writable(0, 1).__enter__(),
+    ],
+)
+def test_what_is_put_away_is_an_error_to_touch(touch: Callable[[Image], None]) -> None:
+    """Whoever looked up the image too late gets an error, not the bytes at address 0."""
+    with made() as seed:
+        seed.suspend()
+        with pytest.raises(SourceChanged, match="put away"):
+            touch(seed.image)
+
+
+class Broken(Exception):
+    """What an engine's own work raises."""
+
+
+def failing(image: Image) -> Manifest:
+    raise Broken
+
+
+def test_resuming_again_after_the_digest_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attempt is no reason to believe that it is given."""
+    image = image_with(1)
+    with made() as seed:
+        seed.suspend()
+        monkeypatch.setattr(holding, "seal", failing)
+        with pytest.raises(Broken):
+            seed.resume(image)
+        monkeypatch.undo()
+        seed.resume(image)
+        assert serving(1, image) == told(seed)
+
+
+def test_resuming_after_an_update_failed() -> None:
+    """An engine that mended its weights says so of memory that never moved."""
+    image = image_with(1)
+    with made(of=image) as seed:
+        with pytest.raises(Broken), seed.updating():
+            raise Broken
+        seed.resume(image)
+        assert serving(1, image) == told(seed)
+
+
+def test_resuming_after_another_fenced_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was fenced during the digest of the first attempt is given after the second."""
+    image = image_with(1)
+
+    def fenced(image: Image) -> Manifest:
+        seed.fence()
+        return seal(image)
+
+    with made() as seed:
+        seed.suspend()
+        monkeypatch.setattr(holding, "seal", fenced)
+        seed.resume(image)
+        between = told(seed)[0]
+        monkeypatch.undo()
+        seed.resume(image)
+        assert ("loading", serving(2, image)) == (between, told(seed))
+
+
+def test_suspending_though_an_exporter_cannot_be_closed() -> None:
+    """The error is told; the memory is let go of all the same, and what is resumed is given."""
+    image, other = image_with(1), image_with(2)
+    memory = weakref.ref(image)
+    seed = made(Stubborn(MemoryNetwork(), "memory"), of=image).start()
+    del image
+    with pytest.raises(OSError, match="busy"):
+        seed.suspend()
+    seed.suspend()
+    gc.collect()
+    held = memory()
+    seed.resume(other)
+    assert (None, serving(1, other)) == (held, told(seed))
+    with pytest.raises(OSError, match="busy"):
+        seed.close()
 
 
 def test_many_hands() -> None:

@@ -21,7 +21,7 @@ from rfork.settings import Settings
 from rfork.transport.cuda_ipc import CudaIpcTransport, libcuda
 from rfork.transport.cuda_ipc.areas import Areas, areas_of, host_ranges
 from rfork.transport.cuda_ipc.driver import Allocation, DriverError, Kind
-from rfork.transport.cuda_ipc.namespaces import process_namespace
+from rfork.transport.cuda_ipc.namespaces import namespaces
 from rfork.transport.cuda_ipc.refusals import refusal
 from rfork.transport.cuda_ipc.steps import Step, steps
 from rfork.transport.transfer_engine.plan import Piece
@@ -110,7 +110,7 @@ def test_tables_that_are_none(table: list[tuple[int, int]]) -> None:
         Areas([Allocation(base, size, 0, "legacy") for base, size in table])
 
 
-HERE, APART = process_namespace(), "pid:[1]"
+HERE, APART = namespaces()["processes"], "pid:[1]"
 REFUSALS: Sequence[tuple[int, Kind, str, str, type[RforkError]]] = [
     (libcuda.PEER_ACCESS_UNSUPPORTED, "legacy", "gpu-0", HERE, NoPeerAccess),
     (libcuda.TOO_MANY_PEERS, "descriptor", "gpu-0", APART, NoPeerAccess),
@@ -129,7 +129,7 @@ def test_what_a_refusal_means(
 ) -> None:
     """The driver's number, the kind of memory and what the two share say what has to be changed."""
     error = DriverError("cuIpcOpenMemHandle_v2", code, "said the driver")
-    found = refusal(error, kind, uuid, FakeDriver(FakeMemory()), {"processes": namespace})
+    found = refusal(error, kind, uuid, FakeDriver(FakeMemory()), {**namespaces(), "processes": namespace})
     assert (expected, True, True) == (type(found), "said the driver" in str(found), bool(found.hint))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -15,7 +16,8 @@ from cryptography.x509.oid import NameOID
 
 from rfork.settings import Settings
 from rfork.transport.doctor.check import Status
-from rfork.transport.doctor.choices import check_collectives, check_digest
+from rfork.transport.doctor.choices import check_collectives, check_digest, has_compiler
+from rfork.transport.doctor.gpus import Gpus, look_at_gpus
 from rfork.transport.doctor.machine import (
     check_cuda,
     check_locked_memory,
@@ -198,7 +200,7 @@ def test_two_wheels_at_once() -> None:
 @pytest.mark.parametrize(
     ("gpus", "parted", "status", "said"),
     [
-        ([], [], "skip", "no CUDA device (IPC namespace 42)"),
+        ([], [], "skip", "no CUDA device in use (IPC namespace 42)"),
         ([0], [], "ok", "one GPU is seen"),
         ([0, 1, 2], [], "ok", "3 GPUs, each addresses every other"),
         ([0, 1, 2], [(0, 2), (2, 0)], "warn", "do not address one another: 0-2"),
@@ -219,6 +221,50 @@ def test_local_sockets(tmp_path: Path) -> None:
         missing.status,
     ]
     assert "RFORK_LOCAL_SOCKETS" in missing.fix
+
+
+def test_a_folder_for_sockets_that_cannot_be_looked_at(tmp_path: Path) -> None:
+    """What the system says of it is told, and not raised."""
+    check = check_local_sockets(tmp_path / ("x" * 300), "7")
+    assert ("fail", True, True) == (
+        check.status,
+        "File name too long" in check.detail,
+        "RFORK_LOCAL_SOCKETS" in check.fix,
+    )
+
+
+def test_gpus_that_do_not_say_whether_they_reach_one_another() -> None:
+    """CUDA's error is the finding."""
+
+    def fails(one: int, other: int) -> bool:
+        raise RuntimeError("CUDA error:\nunknown error")
+
+    check = check_cuda_ipc("42", [0, 1], fails)
+    assert ("warn", True) == (check.status, "CUDA error: unknown error" in check.detail)
+
+
+def test_gpus_that_are_counted_but_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's books may list GPUs where CUDA does not start: that is the finding, and there are none."""
+
+    def fails(device: torch.device) -> str:
+        raise RuntimeError("CUDA error:\nsystem not yet initialized")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", fails)
+    found = look_at_gpus()
+    check = check_cuda([gpu.name for gpu in found.gpus], found.error)
+    assert ((), "fail", True, True) == (
+        found.gpus,
+        check.status,
+        "system not yet initialized" in check.detail,
+        bool(check.fix),
+    )
+
+
+def test_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is no fault."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert Gpus() == look_at_gpus()
 
 
 @pytest.mark.parametrize(
@@ -255,11 +301,29 @@ def test_collectives(available: list[str], asked: list[str], status: Status) -> 
 
 
 @pytest.mark.parametrize(
-    ("cuda", "triton", "status"), [(False, False, "ok"), (True, True, "ok"), (True, False, "warn")]
+    ("cuda", "triton", "compiler", "status", "fix"),
+    [
+        (False, False, False, "ok", ""),
+        (False, True, False, "ok", ""),
+        (True, True, True, "ok", ""),
+        (True, False, True, "warn", "pip install triton"),
+        (True, True, False, "warn", "gcc"),
+        (True, False, False, "warn", "gcc"),
+    ],
 )
-def test_what_digests(cuda: bool, triton: bool, status: Status) -> None:
-    """On a GPU without Triton digests are slow."""
-    assert status == check_digest(cuda, triton).status
+def test_what_digests(cuda: bool, triton: bool, compiler: bool, status: Status, fix: str) -> None:
+    """On a GPU digests are slow without Triton, or without the compiler that it calls."""
+    check = check_digest(cuda, triton, compiler=compiler)
+    assert (status, True) == (check.status, fix in check.fix)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("gcc", True), ("clang", True), ("cl", False)])
+def test_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, expected: bool) -> None:
+    """One of those that Triton looks for."""
+    (tmp_path / name).write_text("#!/bin/sh\n")
+    (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert expected == has_compiler()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rfork.transport.shared_memory.own_memory import Area, MemoryMap, is_of_its_own
+from rfork.transport.shared_memory import own_memory, placement
+from rfork.transport.shared_memory.own_memory import Area, MemoryMap, OwnMemory, is_of_its_own
 from rfork.transport.shared_memory.placement import (
     LEAST_MAPPED,
     MOST_PLACES,
@@ -17,7 +18,8 @@ from rfork.transport.shared_memory.placement import (
     split,
     wishes_of,
 )
-from rfork.transport.shared_memory.room import RESERVE, has_room
+from rfork.transport.shared_memory.room import RESERVE, Room, has_room
+from tests.transport_contract import image_of
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -119,6 +121,44 @@ def test_pages_are_mapped_where_they_fit(
     lengths = [part.length for parts in expected for part in parts]
     assert sum(run.length for run in filed) == sum(lengths)
     assert LEAST_MAPPED == 16 * PAGE or PAGE > 4096
+
+
+@pytest.mark.parametrize("length", [3000, 65536, 3 * 65536])
+def test_pages_of_64_kib(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On such a kernel nothing is mapped that has no whole page, and each byte is read once."""
+    page = 65536
+    monkeypatch.setattr(placement, "PAGE", page)
+    pages, copied = split([Run(0, 7 * page + 100, length)], [Run(0, 100, length)])
+    read = sorted([(part.begin, part.length) for part in pages] + [(run.begin, run.length) for run in copied])
+    assert all(part.length >= page for part in pages)
+    assert [0, *(begin + count for begin, count in read)] == [*(begin for begin, _ in read), length]
+
+
+def test_mappings_are_counted_until_the_kernel_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads that come between two looks do not each take all that there was."""
+    known = MemoryMap((Area(0, 1 << 62),), 0, by_device=False)
+    monkeypatch.setattr(own_memory, "_look", lambda: (known, 3))
+    monkeypatch.setattr(own_memory, "LOOKED_S", 1e9)
+    monkeypatch.setattr(OwnMemory, "_is_free", lambda self, run, known: True)
+    image = image_of((MIB, MIB, MIB, MIB))
+    memory = OwnMemory(image)
+    taken = [len(memory.mappable(at, at + 2 * MIB)) for at in (0, 2 * MIB, 0)]
+    assert [2, 1, 0] == taken
+
+
+def test_room_that_is_promised_is_nobody_elses() -> None:
+    """Until the file that it was promised for is made, or was not."""
+    room, asked = Room(), list[int]()
+
+    def enough(nbytes: int) -> bool:
+        asked.append(nbytes)
+        return nbytes <= 10
+
+    with room.promised(6, enough) as first, room.promised(5, enough) as second:
+        pass
+    with room.promised(10, enough) as third:
+        pass
+    assert ([True, False, True], [6, 11, 10]) == ([first, second, third], asked)
 
 
 MAPS = """\

@@ -58,13 +58,14 @@ def exported(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> TransferEng
     return TransferEngineExporter(IMAGE, "127.0.0.1", "tcp", "")
 
 
-def test_readers_wait_for_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is exported at once; who is let in waits, and then finds all of it registered."""
+def test_all_memory_is_registered_before_anybody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is exported at once; who asks for its endpoint waits, and is then let in to all of it."""
     done = threading.Event()
     engine = FakeEngine(lambda: wait_for(done))
     giving = exported(monkeypatch, engine)
     before = list(engine.registered)
     done.set()
+    giving.endpoint()
     giving.let_in("channel", "10.0.0.1")
     assert ([], {"channel": "10.0.0.1"}, 8192) == (
         before,
@@ -75,9 +76,9 @@ def test_readers_wait_for_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_comes_too_early_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All readers together wait no longer than a while: the peer service answers others meanwhile."""
+    """Nobody is waited for: the peer service's thread lets readers in, and answers others meanwhile."""
     done = threading.Event()
-    monkeypatch.setattr(module, "WAIT_S", 0.0)
+    monkeypatch.setattr(module, "WAIT_S", 3600.0)
     giving = exported(monkeypatch, FakeEngine(lambda: wait_for(done)))
     for _ in range(2):
         with pytest.raises(SourceBusy, match="still registering"):
@@ -95,6 +96,8 @@ def test_memory_that_cannot_be_registered(monkeypatch: pytest.MonkeyPatch, error
 
     engine = FakeEngine(fail)
     giving = exported(monkeypatch, engine)
+    with pytest.raises(TransportUnusable, match="no room"):
+        giving.endpoint()
     for _ in range(2):
         with pytest.raises(TransportUnusable, match="no room"):
             giving.let_in("channel", "10.0.0.1")

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import pytest
+import torch
 
 from rfork.errors import NoGpuDirect
-from rfork.transport.transfer_engine.gpu_direct import gpu_direct, has_open_modules, has_peer_module
+from rfork.transport.transfer_engine.gpu_direct import (
+    gpu_direct,
+    has_dma_buf,
+    has_open_modules,
+    has_peer_module,
+)
 
 LOADED = "nvidia_peermem 16384 0 - Live 0x0000000000000000\nib_uverbs 1 1 nvidia_peermem, Live 0x0\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
@@ -58,3 +65,49 @@ def test_without_either_the_next_transport_is_taken() -> None:
     with pytest.raises(NoGpuDirect, match="cannot reach GPU memory") as raised:
         gpu_direct(peer_module=False, dma_buf=False)
     assert "modprobe nvidia-peermem" in raised.value.hint
+
+
+def test_files_that_are_no_text(tmp_path: Path) -> None:
+    """What cannot be read as text says nothing, and raises nothing."""
+    for name in ("modules", "driver/nvidia/version"):
+        (tmp_path / "proc" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "proc" / name).write_bytes(b"\xff\xfe")
+    assert (False, False) == (has_peer_module(tmp_path), has_open_modules(tmp_path))
+
+
+class Driver:
+    """A driver that answers only once it is initialized, as CUDA's: each GPU but the first has dma-buf."""
+
+    def __init__(self, *, starts: bool) -> None:
+        self._starts = starts
+        self._initialized = False
+
+    def cuInit(self, flags: int) -> int:
+        self._initialized = self._starts
+        return 0 if self._starts else 100
+
+    def cuDeviceGetAttribute(self, value: object, attribute: int, device: int) -> int:
+        if not self._initialized:
+            return 3
+        ctypes.cast(value, ctypes.POINTER(ctypes.c_int))[0] = int(device > 0)  # type: ignore[arg-type]
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("starts", "version", "device", "expected"),
+    [
+        (True, CLOSED, "cuda:1", True),
+        (True, OPEN, "cuda:0", False),
+        (False, OPEN, "cuda:0", True),
+        (False, CLOSED, "cuda:1", False),
+    ],
+    ids=["has it", "has it not", "does not start, open modules", "does not start, closed modules"],
+)
+def test_dma_buf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: bool, version: str, device: str, expected: bool
+) -> None:
+    """The driver says it, whoever used CUDA before; where it does not start, the modules do."""
+    (tmp_path / "proc" / "driver" / "nvidia").mkdir(parents=True)
+    (tmp_path / "proc" / "driver" / "nvidia" / "version").write_text(version)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(starts=starts))
+    assert expected == has_dma_buf(torch.device(device), tmp_path)

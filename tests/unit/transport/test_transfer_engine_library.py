@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from types import SimpleNamespace
+
 import pytest
 
-from rfork.errors import VersionMismatch
-from rfork.transport.transfer_engine.library import WHEELS, LibraryState, import_hint, require_cuda
+from rfork.errors import DeviceDown, TransportUnusable, VersionMismatch
+from rfork.transport.transfer_engine import library as module
+from rfork.transport.transfer_engine.library import (
+    WHEELS,
+    LibraryState,
+    Wire,
+    import_hint,
+    require_cuda,
+    start_engine,
+)
 
 NON_CUDA = ["mooncake-transfer-engine-non-cuda"]
 
@@ -87,3 +99,58 @@ def test_a_wheel_that_does_not_fit(state: LibraryState, torch_cuda: str | None, 
 def test_a_wheel_that_fits(state: LibraryState, torch_cuda: str) -> None:
     """A wheel for torch's CUDA is taken, and one that nobody knows but that has CUDA."""
     require_cuda(state, torch_cuda)
+
+
+class Native:
+    """An engine that keeps what it saw of the variable it goes by: when it was made, when it started."""
+
+    seen: list[tuple[str, str | None, str | None]]
+    status = 0
+
+    def __init__(self) -> None:
+        self._made_under = os.environ.get("MC_FORCE_TCP")
+
+    def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int:
+        threading.Event().wait(0.001)  # lets the others run
+        self.seen.append((protocol, self._made_under, os.environ.get("MC_FORCE_TCP")))
+        return self.status
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> type[Native]:
+    """The engines that are made in this test."""
+    made = type("Made", (Native,), {"seen": []})
+    monkeypatch.setattr(module, "library_state", lambda: LibraryState(("a wheel",)))
+    engine = SimpleNamespace(TransferEngine=made)
+    monkeypatch.setattr(module, "importlib", SimpleNamespace(import_module=lambda name: engine))
+    return made
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_two_wires_in_one_process(
+    monkeypatch: pytest.MonkeyPatch, native: type[Native], before: str | None
+) -> None:
+    """Engines that start at once each see their own setting; what the user has set is there afterwards."""
+    monkeypatch.delenv("MC_FORCE_TCP", raising=False)
+    if before is not None:
+        monkeypatch.setenv("MC_FORCE_TCP", before)
+    wires: list[Wire] = ["tcp", "rdma"] * 20
+    threads = [threading.Thread(target=start_engine, args=(wire, "127.0.0.1", "")) for wire in wires]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = [("rdma", None, None)] * 20 + [("tcp", "1", "1")] * 20
+    assert (expected, before) == (sorted(native.seen, key=str), os.environ.get("MC_FORCE_TCP"))
+
+
+@pytest.mark.parametrize(("wire", "error"), [("rdma", DeviceDown), ("tcp", TransportUnusable)])
+def test_an_engine_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, native: type[Native], wire: Wire, error: type[TransportUnusable]
+) -> None:
+    """The next transport is taken, and the setting is put back."""
+    monkeypatch.delenv("MC_FORCE_TCP", raising=False)
+    monkeypatch.setattr(native, "status", -1)
+    with pytest.raises(error, match=f"could not start over {wire} at 10.0.0.1"):
+        start_engine(wire, "10.0.0.1", "")
+    assert None is os.environ.get("MC_FORCE_TCP")

@@ -9,7 +9,7 @@ import pytest
 
 from rfork.errors import DeviceDown
 from rfork.transport.transfer_engine.topology import Place, chosen, place_of, rdma_devices
-from tests.unit.transport.machines import NO_GID, Nic, build, hgx, two_sockets, virtual
+from tests.unit.transport.machines import GID, NO_GID, Nic, build, hgx, two_sockets, virtual
 
 
 def names(sysfs: Path, wanted: str = "", *gpus: str) -> list[str]:
@@ -126,3 +126,54 @@ def test_a_port_over_ethernet(tmp_path: Path) -> None:
 def test_a_machine_without_devices(tmp_path: Path) -> None:
     """No folder is no device, and an unknown card is nowhere."""
     assert ((), Place()) == (rdma_devices(tmp_path), place_of("0000:18:00.0", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("gids", "state", "reads"),
+    [
+        ((GID,) * 256, "4: ACTIVE", 1),
+        ((NO_GID, NO_GID, GID) + (NO_GID,) * 253, "4: ACTIVE", 3),
+        ((NO_GID,) * 256, "1: DOWN", 0),
+    ],
+    ids=["the first", "the third", "a port that is down anyway"],
+)
+def test_one_address_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gids: tuple[str, ...], state: str, reads: int
+) -> None:
+    """A port has 256 GIDs, mostly empty: they are read in order, up to the first there is."""
+    sysfs = build(tmp_path, [], {"mlx5_0": Nic("pci0000:00/0000:00:06.0", gids=gids, state=state)})
+    read: list[Path] = []
+    really = Path.read_text
+
+    def read_text(path: Path, encoding: str | None = None, errors: str | None = None) -> str:
+        read.append(path)
+        return really(path, encoding, errors)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    (device,) = rdma_devices(sysfs)
+    assert (True, reads) == (device.has_address, sum(path.parent.name == "gids" for path in read))
+
+
+def test_files_that_are_no_text(tmp_path: Path) -> None:
+    """What a driver writes in another encoding is not ACTIVE, and nothing is raised."""
+    sysfs = build(tmp_path, [], {"mlx5_0": Nic("pci0000:00/0000:00:06.0")})
+    device = sysfs / "class" / "infiniband" / "mlx5_0"
+    for name in ("ports/1/state", "ports/1/link_layer", "ports/1/gids/0"):
+        (device / name).write_bytes(b"\xff\xfe")
+    (device / "device" / "numa_node").write_text("--1\n")
+    (found,) = rdma_devices(sysfs)
+    assert (True, Place(("pci0000:00", "0000:00:06.0"))) == (bool(found.fault), found.place)
+
+
+def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may hide sysfs: there is no device then, and a GPU is nowhere."""
+    sysfs = two_sockets(tmp_path)
+
+    def denied(path: object, *rest: object, **named: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        for call in ("listdir", "scandir", "stat"):
+            patch.setattr(f"os.{call}", denied)
+        found = rdma_devices(sysfs), place_of("0000:18:00.0", sysfs)
+    assert ((), Place()) == found

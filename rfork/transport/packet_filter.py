@@ -2,9 +2,10 @@
 
 Whoever connects to Mooncake's handshake port can read the address map, hold up the one thread that
 answers, or end the process with one malformed message; whoever connects to its TCP data port reads
-and writes all registered memory. So nobody connects but hosts that were let in: a classic BPF program
-on the listening socket is run on every packet that asks for a connection, and connections inherit it
-(Linux, `socket(7)`: SO_ATTACH_FILTER; needs no privilege). What it drops is never answered.
+and writes all registered memory; whoever is first at the port of a gloo group is taken for its reader.
+So nobody connects but hosts that were let in: a classic BPF program on the listening socket is run on
+every packet that asks for a connection, and connections inherit it (Linux, `socket(7)`:
+SO_ATTACH_FILTER; needs no privilege). What it drops is never answered.
 
 It tells hosts apart, not processes: while one is let in, all that runs there is. Runs on both sides,
 as the target's engine listens too.
@@ -83,7 +84,7 @@ class PacketFilter:
                 if _is_at(candidate, port, listens=True)
             ]
             if not listeners:
-                raise TransportUnusable(f"transfer_engine does not listen on its port {port}")
+                raise TransportUnusable(f"the engine does not listen on its port {port}")
             self._listeners[port] = listeners
             self._attach()
             if accept_s is not None:
@@ -100,7 +101,7 @@ class PacketFilter:
         with self._lock:
             before = set(self._inside.values())
             if host not in before and len(before) >= MOST_ADDRESSES:
-                raise SourceBusy(f"transfer_engine lets in {MOST_ADDRESSES} hosts at once, no more")
+                raise SourceBusy(f"the packet filter lets in {MOST_ADDRESSES} hosts at once, no more")
             self._inside[name] = host
             if host not in before:
                 self._attach()
@@ -114,6 +115,11 @@ class PacketFilter:
                     return
                 self._attach()
             self._cut()
+
+    def cut(self) -> bool:
+        """End the connections of whoever came before the filter did; whether somebody had."""
+        with self._cutting:
+            return self._cut()
 
     def close(self) -> None:
         """Let go of the listeners, so that the engine can close them. Safe to call twice."""
@@ -134,32 +140,36 @@ class PacketFilter:
                 listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, described)
             except OSError as error:
                 raise TransportUnusable(
-                    f"transfer_engine cannot keep strangers from {listener.getsockname()}: {error}",
+                    f"the packet filter cannot keep strangers from {listener.getsockname()}: {error}",
                     hint="it needs Linux, where sockets take a packet filter; use RFORK_TRANSPORTS=http",
                 ) from error
 
-    def _cut(self) -> None:
+    def _cut(self) -> bool:
         """End the connections of who is not let in: they came before the filter did."""
         until = time.monotonic() + QUEUE_S
-        pause = threading.Event()
+        pause, found = threading.Event(), False
         while True:
             queued = any(_queued(listener) for listener in self._all())
             for candidate in _sockets():
                 if any(_is_at(candidate, port, listens=False) for port in self._listeners):
-                    self._end(candidate)
+                    found |= self._end(candidate)
             if not queued or time.monotonic() >= until:
-                return
+                return found or queued
             pause.wait(0.001)
 
-    def _end(self, connection: socket.socket) -> None:
+    def _end(self, connection: socket.socket) -> bool:
+        """Whether it was a stranger's, or one that can no longer be told."""
         try:
             host = _host(connection.getpeername()[0])
             with self._lock:
-                if host not in self._inside.values():
+                stranger = host not in self._inside.values()
+                if stranger:
                     connection.shutdown(socket.SHUT_RDWR)
+                return stranger
         except OSError as error:
             if error.errno != errno.ENOTCONN:  # it ended by itself
                 raise
+            return True
 
 
 def _host(text: str) -> Address:
@@ -167,7 +177,7 @@ def _host(text: str) -> Address:
     try:
         address = ip_address(text.partition("%")[0])
     except ValueError:
-        raise SourceBusy(f"transfer_engine lets hosts in by IP address, and {text!r} is none") from None
+        raise SourceBusy(f"the packet filter lets hosts in by IP address, and {text!r} is none") from None
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     return mapped or address
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rfork.errors import SourceBusy
-from rfork.transport.transfer_engine.packet_filter import (
+from rfork.transport.packet_filter import (
     MOST_ADDRESSES,
     Instruction,
     PacketFilter,

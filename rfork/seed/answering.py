@@ -1,0 +1,159 @@
+"""What the readers of a seed ask: the exporters' `Gate`, and the peer service's `PeerHost`.
+
+Runs on the source.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+from rfork.errors import LayoutMismatch, SourceBusy, SourceChanged, TransportUnusable
+from rfork.image.board import ChunkBoard
+from rfork.image.manifest import Manifest
+from rfork.image.memory import Image
+from rfork.seed.channels import Channels
+from rfork.seed.governor import Governor
+from rfork.seed.latency import FLOOR_RATE, LatencyGuard
+from rfork.seed.leases import LeaseBook
+from rfork.seed.pacing import Pacing
+from rfork.seed.suspending import Suspending
+from rfork.settings import Settings
+from rfork.transport.base import Endpoint, Line, Transport
+from rfork.wire import Rank
+
+LEAST_A_READER = 4 << 20
+"""Bytes a second: above `Settings.min_rate` for each chunk of a reader's usual window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who an instance is to the planner: one rank of one model in one process."""
+
+    model: str
+    rank: Rank = field(default_factory=Rank)
+    instance_id: str = field(default_factory=lambda: uuid4().hex)
+
+
+class Answering(Suspending):
+    """What an instance holds, given to whoever shows a lease, within the rate that its governor allows."""
+
+    def __init__(
+        self,
+        image: Image,
+        identity: Identity,
+        settings: Settings,
+        transports: Sequence[Transport],
+        board: ChunkBoard | None,
+        manifest: Manifest | None,
+    ) -> None:
+        super().__init__(image, board, manifest, transports)
+        self.identity = identity
+        self.settings = settings
+        self.given_bytes = 0
+        self._leases = LeaseBook(identity.instance_id, settings.max_readers, clock=time.time)
+        self._channels = Channels(self._leases, self._exports, self._tell)
+        self._latency = LatencyGuard(settings.latency_setpoint, floor=self._floor)
+        self._governor = Governor(settings.egress_rate, self._latency, part=self._part_granted)
+        self._pacing: Pacing | None = None
+
+    def _floor(self) -> int:
+        """So much is given however long the engine's work takes: none of the readers must look stalled."""
+        return max(FLOOR_RATE, LEAST_A_READER * len(self._leases.readers))
+
+    # -- Gate: what the exporters ask --------------------------------------------------------------
+
+    def admit(self, token: str, begin: int, end: int) -> str:
+        """See `rfork.transport.base.Gate.admit`."""
+        claims = self._leases.check(token, self.generation)
+        if not self.board.holds(begin, end):
+            raise SourceBusy(f"bytes {begin}-{end} are not verified here yet")
+        return claims.fork_id
+
+    @contextmanager
+    def reading(self, token: str, begin: int, end: int, cut: Callable[[], None]) -> Iterator[None]:
+        """See `rfork.transport.base.Gate.reading`."""
+        with self._readings.held(cut):
+            # Asked only now: a fence that comes later waits for this block, one that came before refuses it.
+            self.admit(token, begin, end)
+            yield
+
+    def grant(self, most: int, fork_id: str) -> int:
+        """See `rfork.transport.base.Gate.grant`."""
+        granted = self._governor.grant(most, fork_id)
+        with self._lock:
+            self.given_bytes += granted
+        return granted
+
+    def etag(self) -> str:
+        """See `rfork.transport.base.Gate.etag`."""
+        return f"{self.identity.instance_id}-{self.generation}"
+
+    # -- PeerHost: what the peer service asks --------------------------------------------------------
+
+    def check(self, token: str) -> str:
+        """The fork_id a token was leased to; raises as `Gate.admit` does."""
+        return self._leases.check(token, self.generation).fork_id
+
+    def open_channel(
+        self, fork_id: str, layout_id: str, transports: list[str], address: str
+    ) -> tuple[str, Endpoint]:
+        """Give the reader at this address a place, and an endpoint of the first transport both sides have."""
+        if layout_id != self.image.layout.layout_id:
+            raise LayoutMismatch(f"the source's layout is {self.image.layout.layout_id}, not {layout_id}")
+        if self.draining:
+            raise SourceBusy("the source is draining")
+        if self.suspended:
+            raise SourceBusy("the source has put its weights away for a while")
+        opened = self._open(fork_id, transports, address)
+        self._tell()  # there is one more to share the rate with
+        return opened
+
+    def _open(self, fork_id: str, transports: list[str], address: str) -> tuple[str, Endpoint]:
+        busy: SourceBusy | None = None
+        for name in transports:
+            if name not in self._exports:
+                continue
+            try:
+                return self._channels.open(fork_id, name, address)
+            except SourceBusy as error:  # maybe only not ready yet: it stays on offer
+                busy = busy or error
+            except TransportUnusable as error:
+                # Only found out now, on a thread of its exporter's own: the next one is taken.
+                self._exports.withdraw(name, error)
+                self.poke()
+        # Who may come again is told so; else why there is nothing to come for, which blames nobody.
+        known = busy or self._exports.unusable(transports)
+        raise known or SourceChanged(f"the source offers {sorted(self._exports)}, not {transports}")
+
+    def has_channel(self, channel_id: str, fork_id: str) -> bool:
+        """Whether this fork holds an open channel of this id."""
+        return self._leases.holds(channel_id, fork_id)
+
+    def converse(self, channel_id: str, line: Line) -> None:
+        """Let what gives this channel its bytes talk with the reader until the line ends; blocks."""
+        self._channels.converse(channel_id, line)
+
+    def close_channel(self, channel_id: str) -> None:
+        """Take a reader's place back."""
+        self._channels.close(channel_id)
+        self._tell()
+
+    def _rate_told(self) -> int | None:
+        return self._pacing.share() if self._pacing is not None else None
+
+    def _part_granted(self) -> float:
+        """What part of the rate passes the governor: readers on one-sided transports have the rest.
+
+        Each that has a place has the same; those without (a lease alone reads over http) share in what is
+        granted, of which there is at least one reader's.
+        """
+        readers = len(self._leases.readers)
+        return max(1, readers - self._channels.readers_on(self._exports.one_sided)) / max(1, readers)
+
+    def _end_readers(self) -> None:
+        if self._channels.end_all():
+            self._tell()

@@ -1,0 +1,103 @@
+"""Processes that talk over gloo, as a test sees them: `Node`, and what of this process has to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.transport_contract import soon
+
+OURS = ("rfork-gloo", "rfork-line")
+LISTEN = "0A"
+"""The state of a listening socket in /proc/net/tcp."""
+
+
+def ours() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name in OURS]
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    """Whether the condition comes to hold within half a minute."""
+    deadline, changed = soon(), threading.Event()
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        changed.wait(0.01)
+    return False
+
+
+def listens(process_id: int) -> set[int]:
+    """The TCP ports that a process listens on over IPv4."""
+    held: set[str] = set()
+    for link in Path(f"/proc/{process_id}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            held.add(os.readlink(link))
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {
+        int(line[1].rpartition(":")[2], 16)
+        for line in lines
+        if line[3] == LISTEN and f"socket:[{line[9]}]" in held
+    }
+
+
+class Node:
+    """A process of `tests.integration.gloo_node`, its events as lines."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.gloo_node", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def heard(self) -> str:
+        """The next event; empty once it has ended."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def left(self) -> tuple[int, str]:
+        """Its exit code (negative: the signal) and what it wrote to standard error, once it has ended.
+
+        Ends its standard input first.
+        """
+        _, written = self.process.communicate(timeout=60)
+        return self.process.returncode, written
+
+    def ports(self) -> set[int]:
+        """Where it listens now."""
+        return listens(self.process.pid)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+@pytest.fixture
+def node() -> Iterator[Callable[..., Node]]:
+    """Starts nodes, and kills them when the test ends."""
+    started: list[Node] = []
+
+    def start(*arguments: str) -> Node:
+        started.append(Node(*arguments))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()

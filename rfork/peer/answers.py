@@ -34,7 +34,10 @@ CHANGED = "the weights changed"
 
 
 class PeerHost(Protocol):
-    """What the peer service needs of the seed it speaks for; thread-safe, and quick but for `converse`."""
+    """What the peer service needs of the seed it speaks for; thread-safe.
+
+    All but `converse` and `open_channel` are quick.
+    """
 
     generation: int
 
@@ -54,7 +57,7 @@ class PeerHost(Protocol):
     def open_channel(
         self, fork_id: str, layout_id: str, transports: list[str], address: str
     ) -> tuple[str, Endpoint]:
-        """Give the reader at this IP address a place: its channel's id, how to read.
+        """Give the reader at this IP address a place: its channel's id, how to read. May wait some seconds.
 
         Raises LayoutMismatch, SourceBusy or SourceChanged.
         """
@@ -136,15 +139,29 @@ class _Answers:
         fork_id: str,
     ) -> AsyncGenerator[peer_pb2.OpenChannelResponse, None]:
         """One message: the channel, and how to read on it."""
-        channel_id, endpoint = self._host.open_channel(
-            fork_id, request.layout_id, list(request.transports), _address(context.peer())
+        address = _address(context.peer())
+        # On a thread: a transport may not be ready yet.
+        opening = asyncio.ensure_future(
+            asyncio.to_thread(
+                self._host.open_channel, fork_id, request.layout_id, list(request.transports), address
+            )
         )
+        try:
+            channel_id, endpoint = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(self._give_back)
+            raise
         try:
             self._host.check(admission.token_of(context))
         except RforkError:  # fenced since it was let in: the other channels may have been ended before this
             self._host.close_channel(channel_id)
             raise
         yield codec.endpoint_message(channel_id, endpoint, self._host.generation)
+
+    def _give_back(self, opening: asyncio.Future[tuple[str, Endpoint]]) -> None:
+        """Nobody waits for this channel any more."""
+        if not opening.cancelled() and opening.exception() is None:
+            self._host.close_channel(opening.result()[0])
 
     async def watch_progress(
         self,

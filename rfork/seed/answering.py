@@ -25,6 +25,8 @@ from rfork.settings import Settings
 from rfork.transport.base import Endpoint, Line, Transport
 from rfork.wire import Rank
 
+READY_S = 3.0
+"""What a transport gets to become ready, when a reader asks for it, before the next one is taken."""
 LEAST_A_READER = 4 << 20
 """Bytes a second: above `Settings.min_rate` for each chunk of a reader's usual window."""
 
@@ -115,7 +117,12 @@ class Answering(Suspending):
     def _open(self, fork_id: str, transports: list[str], address: str) -> tuple[str, Endpoint]:
         busy: SourceBusy | None = None
         for name in transports:
-            if name not in self._exports:
+            exporter = self._exports.get(name)
+            if exporter is None:
+                continue
+            # A reader that is sent to another transport stays there: the better one is worth a wait.
+            if not exporter.ready(time.monotonic() + READY_S):
+                busy = busy or SourceBusy(f"{name} is not ready yet")
                 continue
             try:
                 return self._channels.open(fork_id, name, address)

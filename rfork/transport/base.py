@@ -122,6 +122,13 @@ class Exporter(Protocol):
         """Where and how to read it."""
         ...
 
+    def ready(self, deadline: float) -> bool:
+        """Wait, until `deadline` at most, for what it does beforehand; whether that is over.
+
+        Whether it can give then, or never will, `let_in` says.
+        """
+        ...
+
     def let_in(self, channel_id: str, address: str) -> None:
         """A reader at this IP address was given a channel: it may read from now on.
 
@@ -147,6 +154,10 @@ class Exporter(Protocol):
 
 class Plain:
     """What an exporter does about channels whose reads each show a token, and that need no line: nothing."""
+
+    def ready(self, deadline: float) -> bool:
+        """See `Exporter.ready`."""
+        return True
 
     def let_in(self, channel_id: str, address: str) -> None:
         """See `Exporter.let_in`."""

@@ -358,6 +358,7 @@ def test_a_closed_exporter_gives_nothing() -> None:
     source = image_of([1 << 16], [pattern(0, 1 << 16, 0)])
     image, tensors = empty_target([1 << 16])
     exporter = TransferEngineTransport(SETTINGS).export(source, OpenGate())
+    assert exporter.ready(time.monotonic() + 10)
     exporter.let_in("channel", "127.0.0.1")
     reader = connect(exporter.endpoint(), image)
     exporter.close()
@@ -393,6 +394,7 @@ def test_tcp_is_refused_unless_allowed() -> None:
 def _serve(sizes: list[int], salt: int) -> None:
     tensors = [pattern(index, size, salt) for index, size in enumerate(sizes)]
     exporter = TransferEngineTransport(SETTINGS).export(image_of(sizes, tensors), OpenGate())
+    assert exporter.ready(time.monotonic() + 10)
     exporter.let_in("channel", "127.0.0.1")
     endpoint = exporter.endpoint()
     print(json.dumps({"parameters": dict(endpoint.parameters), "segments": endpoint.segments}), flush=True)

@@ -16,10 +16,6 @@ from rfork.transport.transfer_engine.engine import Engine
 from rfork.transport.transfer_engine.library import Wire
 from rfork.transport.transfer_engine.registering import areas_to_register, register
 
-WAIT_S = 3.0
-"""All that ask for the endpoint together wait so long for the memory to be registered. Readers do not: they
-are let in on the peer service's own thread, and who comes too early is told to come again."""
-
 log = logger(__name__)
 
 
@@ -48,7 +44,6 @@ class TransferEngineExporter(Plain):
         self._endpoint: Endpoint | None = None
         self._error: TransportUnusable | None = None
         self._closed = False
-        self._asked_at: float | None = None
         # Also keeps the registered memory alive.
         self._image: Image | None = image
         self._thread = threading.Thread(
@@ -59,17 +54,21 @@ class TransferEngineExporter(Plain):
         )
         self._thread.start()
 
-    def endpoint(self) -> Endpoint:
-        """The session, and the address of every byte of the image.
+    def ready(self, deadline: float) -> bool:
+        """See `Exporter.ready`: the memory is registered, or could not be."""
+        with self._changed:
+            return self._changed.wait_for(self._settled, max(0.0, deadline - time.monotonic()))
 
-        Waits for the memory to be registered. Raises TransportUnusable where that failed, SourceBusy where
-        it is not done in time.
-        """
-        return self._ready(WAIT_S)[1]
+    def endpoint(self) -> Endpoint:
+        """The session, and the address of every byte of the image. Raises as `let_in`."""
+        return self._registered()[1]
 
     def let_in(self, channel_id: str, address: str) -> None:
-        """Let the reader's host reach the engine; see `Exporter.let_in`. As `endpoint`, but never waits."""
-        self._ready(0.0)[0].packet_filter.let_in(channel_id, address)
+        """Let the reader's host reach the engine; see `Exporter.let_in`.
+
+        Raises TransportUnusable where the memory could not be registered, SourceBusy where it is not yet.
+        """
+        self._registered()[0].packet_filter.let_in(channel_id, address)
 
     def let_out(self, channel_id: str) -> None:
         """Shut it out and cut it off, unless it has another channel; see `Exporter.let_out`."""
@@ -91,15 +90,11 @@ class TransferEngineExporter(Plain):
                 self._engine.close()
             self._image = self._endpoint = None
 
-    def _ready(self, wait_s: float) -> tuple[Engine, Endpoint]:
+    def _settled(self) -> bool:
+        return self._endpoint is not None or self._error is not None or self._closed
+
+    def _registered(self) -> tuple[Engine, Endpoint]:
         with self._changed:
-            now = time.monotonic()
-            if self._asked_at is None:
-                self._asked_at = now
-            self._changed.wait_for(
-                lambda: self._endpoint is not None or self._error is not None or self._closed,
-                max(0.0, self._asked_at + wait_s - now),
-            )
             if self._error is not None:
                 raise type(self._error)(str(self._error), hint=self._error.hint)
             if self._closed:

@@ -27,10 +27,10 @@ class Door(Plain):
         self.opens.set()
         self.left = threading.Event()
         self.breaks_for: str | None = None
-        self.ready = True
+        self.registered = True
 
     def endpoint(self) -> Endpoint:
-        if not self.ready:
+        if not self.registered:
             raise SourceBusy("not ready")
         return Endpoint("door", {})
 
@@ -175,7 +175,7 @@ def test_who_cannot_be_let_in_gets_no_place() -> None:
 def test_who_cannot_be_told_where_to_read_gets_no_place() -> None:
     """An exporter that has no endpoint to give leaves the place to others, and the reader out."""
     scene = Scene()
-    scene.door.ready = False
+    scene.door.registered = False
     with pytest.raises(SourceBusy, match="not ready"):
         scene.open()
     scene.channels.end_all()

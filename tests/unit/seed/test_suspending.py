@@ -19,7 +19,7 @@ from rfork.image.chunks import MIB
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.peer.memory import MemoryPeers
-from rfork.seed import holding
+from rfork.seed import answering, holding
 from rfork.seed.exports import Exports
 from rfork.seed.holding import seal
 from rfork.seed.seed import Identity, Seed
@@ -346,6 +346,50 @@ def test_a_transport_that_is_not_ready_yet_is_passed_over() -> None:
         early.ready = True
         opened.append(open_channel(seed, 0, "first", "memory"))
     assert (["memory", "first"], ("fork-1",), ("first", "memory")) == (opened, readers, transports)
+
+
+class Preparing(Named):
+    """Its exporters become ready once `done` is set."""
+
+    def __init__(self, network: MemoryNetwork, name: str) -> None:
+        super().__init__(network, name)
+        self.asked, self.done = threading.Event(), threading.Event()
+
+    def export(self, image: Image, gate: Gate) -> MemoryExporter:
+        exporter = super().export(image, gate)
+        exporter.ready = self._ready  # type: ignore[method-assign]
+        exporter.endpoint = lambda: Endpoint(self.name, {})  # type: ignore[method-assign]
+        return exporter
+
+    def _ready(self, deadline: float) -> bool:
+        self.asked.set()
+        return self.done.wait(max(0.0, deadline - time.monotonic()))
+
+
+def test_a_better_transport_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is almost ready is taken, though another one is: the reader stays with what it gets."""
+    monkeypatch.setattr(answering, "READY_S", 60.0)
+    network = MemoryNetwork()
+    preparing = Preparing(network, "first")
+    with made(preparing, MemoryTransport(network)) as seed:
+        opened: list[str] = []
+        opening = threading.Thread(target=lambda: opened.append(open_channel(seed, 0, "first", "memory")))
+        opening.start()
+        assert preparing.asked.wait(60)
+        preparing.done.set()
+        opening.join()
+    assert ["first"] == opened
+
+
+def test_a_better_transport_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is taken, and where there is none the reader is told to come again."""
+    monkeypatch.setattr(answering, "READY_S", 0.01)
+    network = MemoryNetwork()
+    with made(Preparing(network, "first"), MemoryTransport(network)) as seed:
+        opened = open_channel(seed, 0, "first", "memory")
+        with pytest.raises(SourceBusy, match="first is not ready"):
+            open_channel(seed, 0, "first")
+    assert "memory" == opened
 
 
 @pytest.mark.parametrize(

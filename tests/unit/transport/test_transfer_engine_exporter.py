@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -59,13 +60,14 @@ def exported(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> TransferEng
 
 
 def test_all_memory_is_registered_before_anybody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is exported at once; who asks for its endpoint waits, and is then let in to all of it."""
+    """It is exported at once; who waits for it is then let in to all of it."""
     done = threading.Event()
     engine = FakeEngine(lambda: wait_for(done))
     giving = exported(monkeypatch, engine)
     before = list(engine.registered)
+    early = giving.ready(time.monotonic())
     done.set()
-    giving.endpoint()
+    assert (False, True) == (early, giving.ready(time.monotonic() + 60))
     giving.let_in("channel", "10.0.0.1")
     assert ([], {"channel": "10.0.0.1"}, 8192) == (
         before,
@@ -78,7 +80,6 @@ def test_all_memory_is_registered_before_anybody_reads(monkeypatch: pytest.Monke
 def test_who_comes_too_early_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is waited for: the peer service's thread lets readers in, and answers others meanwhile."""
     done = threading.Event()
-    monkeypatch.setattr(module, "WAIT_S", 3600.0)
     giving = exported(monkeypatch, FakeEngine(lambda: wait_for(done)))
     for _ in range(2):
         with pytest.raises(SourceBusy, match="still registering"):
@@ -96,6 +97,7 @@ def test_memory_that_cannot_be_registered(monkeypatch: pytest.MonkeyPatch, error
 
     engine = FakeEngine(fail)
     giving = exported(monkeypatch, engine)
+    assert giving.ready(time.monotonic() + 60)
     with pytest.raises(TransportUnusable, match="no room"):
         giving.endpoint()
     for _ in range(2):

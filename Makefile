@@ -10,6 +10,9 @@ STAMP := .venv/.installed
 # Whose lines the tests must reach, and how many of a hundred.
 COVERED := --cov=rfork.image --cov=rfork.fork --cov=planner.policy --cov-fail-under=90
 PYTEST := $(BIN)/python -m pytest
+# Most of what the tests do is to wait for processes. Files are not split: their fixtures are shared.
+WORKERS ?= 2
+ABREAST := -n $(WORKERS) --dist loadfile
 
 .PHONY: help
 help: ## say what there is
@@ -21,11 +24,11 @@ demo: venv ## planner, seed and three forks of a real model on this machine
 
 .PHONY: test
 test: lint programs ## lint, and every test that takes less than a minute
-	$(PYTEST) -m "not slow and not gpu and not engines and not kube" $(COVERED) $(TESTS)
+	$(PYTEST) -m "not slow and not gpu and not engines and not kube" $(ABREAST) $(COVERED) $(TESTS)
 
 .PHONY: test-all
 test-all: lint programs ## every test that this machine has the hardware and the engines for
-	$(PYTEST) $(COVERED) $(TESTS)
+	$(PYTEST) $(ABREAST) $(COVERED) $(TESTS)
 
 .PHONY: lint
 lint: venv ## ruff and mypy --strict

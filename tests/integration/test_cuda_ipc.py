@@ -176,7 +176,7 @@ def raised_by(call: Callable[[], None]) -> RforkError | None:
 # -- the contract of every transport ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["legacy", "descriptor"])
+@pytest.mark.parametrize("kind", ["legacy", pytest.param("descriptor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("check", CONTRACT, ids=[check.__name__ for check in CONTRACT])
 def test_contract(check: Check, kind: Kind) -> None:
     """What every transport promises holds between two GPUs, for both kinds of memory."""

@@ -146,6 +146,7 @@ def test_a_fence_cuts_what_is_under_way() -> None:
     assert until(lambda: not ours()), ours()
 
 
+@pytest.mark.slow
 def test_a_fork_through_the_planner(rfork_process: StartRfork, tiny_model: Path) -> None:
     """Planner, seed and pull that are told gloo and nothing else: the right bytes, by gloo."""
     planner = rfork_process("planner", "--port", "0", "--json", until=READY)

@@ -34,7 +34,10 @@ OVER = [
     "http",
     pytest.param("transfer_engine", marks=needs_mooncake),
 ]
-OVER_SLOW = ["http", pytest.param("transfer_engine", marks=[needs_mooncake, pytest.mark.slow])]
+OVER_SLOW = [
+    pytest.param("http", marks=pytest.mark.slow),
+    pytest.param("transfer_engine", marks=[needs_mooncake, pytest.mark.slow]),
+]
 
 
 @pytest.fixture
@@ -72,7 +75,7 @@ def test_the_only_source_is_suspended_in_mid_fork(fleet: Fleet, transport: str) 
     assert {} == quarantined(fleet)
 
 
-@pytest.mark.parametrize("transport", OVER_SLOW)
+@pytest.mark.parametrize("transport", ["http", *OVER_SLOW[1:]])
 def test_one_of_two_sources_is_suspended_in_mid_fork(fleet: Fleet, transport: str) -> None:
     """Its reader goes on with the other one, and keeps what it has."""
     seeds = {name: node for node, name in (fleet.seed(**slow(transport)) for _ in range(2))}

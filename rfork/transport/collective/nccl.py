@@ -13,15 +13,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch.distributed import BroadcastOptions, ProcessGroupNCCL, Work
+from torch.distributed import BroadcastOptions, Work
 
 from rfork.errors import SourceGone, SourceStalled, TransportUnusable
 from rfork.image.memory import Image
 from rfork.transport.collective.group import Process, broken
 from rfork.transport.collective.rendezvous import Keys, KeyStore
+
+if TYPE_CHECKING:  # a torch without NCCL has none
+    from torch.distributed import ProcessGroupNCCL
 
 BLOCK_BYTES = 64 << 20
 NEVER = timedelta(days=365)
@@ -73,6 +76,8 @@ class NcclBackend:
         self, keys: Keys, rank: int, size: int, readers: str, device: torch.device, deadline: float
     ) -> NcclGroup:
         """See `Backend.form`; returns once the communicator is there."""
+        from torch.distributed import ProcessGroupNCCL
+
         options = ProcessGroupNCCL.Options()
         options._timeout = NEVER
         options.config.blocking = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -89,6 +90,7 @@ def test_readers_are_told_whether_they_may_read_between_tensors(
     monkeypatch.setattr(exporter_module, "Engine", lambda host, protocol, devices: FakeEngine())
     monkeypatch.setattr("rfork.image.areas.allocator_segments", list)
     giving = TransferEngineExporter(image_on(places), "127.0.0.1", "rdma", "mlx5_0")
+    assert giving.ready(time.monotonic() + 60)
     assert gather == giving.endpoint().parameters["gather"]
     giving.close()
 

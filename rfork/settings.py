@@ -15,11 +15,11 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, StringConstraints, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from rfork.errors import SettingsError
-from rfork.fields import Label
+from rfork.fields import Label, ModelName
 
 TransportName = Literal["cuda_ipc", "shared_memory", "transfer_engine", "http", "nccl", "gloo"]
 FIRST_UTS = "uts:[4026531838]"
@@ -130,6 +130,18 @@ class Settings(BaseSettings):
         None,
         description="folder (local disk, or /dev/shm) where a fork keeps what it has verified, so that a process "
         "that dies and comes back fetches only what is missing; none: nothing is kept",
+    )
+
+    required: bool = Field(
+        False, description="a server that cannot be forked (nor read the snapshot) does not start, instead of loading its weights by itself"
+    )
+
+    # The server that this process is part of.
+    model: ModelName | None = Field(
+        None, description="name that seeds and forks of this server meet under; none: the model's own, as the server was given it"
+    )
+    replica: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = Field(
+        None, description="what the instance ids of all ranks of one server begin with; set by `rfork launch` and the plug-ins"
     )
 
     # The cold start.
@@ -353,6 +365,26 @@ class PlannerSettings(BaseSettings):
     def tls(self) -> TlsSettings:
         """The TLS files (``RFORK_TLS_*``)."""
         return load(TlsSettings)
+
+
+class SidecarSettings(BaseSettings):
+    """What `rfork sidecar` is told beside `Settings`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="RFORK_SIDECAR_", env_ignore_empty=True, extra="ignore", frozen=True, populate_by_name=True
+    )
+
+    engine: str | None = Field(None, description="URL of the SGLang server beside it")
+    engine_token: SecretStr | None = Field(None, description="the server's --api-key, if it has one")
+    model: str | None = Field(None, description="name that its weights are given under; none: the name it serves")
+    client_of: str | None = Field(None, description="name of the model whose seeds it gives to clients; none: it answers no clients")
+    bind: str = Field("127.0.0.1", description="address that clients ask at; they show no token")
+    port: int = Field(8710, ge=0, le=65535, description="port that clients ask at; 0 picks one")
+    seed_port: int = Field(0, ge=0, le=65535, description="port, at `RFORK_BIND`, that other sidecars ask at, who show a lease; 0 picks one")
+    look_s: float = Field(5.0, gt=0, description="seconds between two looks at the server's health")
+    wait_s: float = Field(60.0, ge=0, description="most seconds that a client waits for a seed with a place")
+    hold_s: float = Field(600.0, gt=0, description="most seconds that a client's lease is held for while its server is not yet healthy")
+    mooncake_protocol: str = Field("rdma", validation_alias="MOONCAKE_PROTOCOL", description="what the server's TransferEngine runs over")
 
 
 def node_name(proc: Path = Path("/proc")) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -33,9 +33,9 @@ log = logger(__name__)
 
 
 class Rebound(Exception):
-    """A loader put new tensors in the module's place: the module is loaded, the image is not of it.
+    """A loader put new tensors in the module's place: the weights are loaded, the image is not of them.
 
-    Not an error of the fork's: `way` is what filled the module.
+    Not an error of the fork's: `way` is what loaded them.
     """
 
     def __init__(self, way: Fallback) -> None:
@@ -59,10 +59,12 @@ class Offers:
         seed: Seed,
         patience_s: float,
         exclude: Sequence[str] = (),
+        elsewhere: Callable[[Fallback], None] | None = None,
     ) -> None:
         """`exclude` is what the image leaves out of the module; see `capture`. No `derived`, no ways.
 
-        `patience_s` is how long storage that gives nothing is waited for when it is opened.
+        `patience_s` is how long storage that gives nothing is waited for when it is opened; `elsewhere` runs
+        a way that builds a model of its own.
         """
         self.told: tuple[StorageOffer, ...] = ()
         """What was opened; nothing before `open`."""
@@ -75,6 +77,7 @@ class Offers:
         self._seed = seed
         self._patience_s = patience_s
         self._exclude = exclude
+        self._elsewhere = elsewhere
         self._lock = threading.Lock()
         self._opened = False
         self._chunked: dict[tuple[StorageKind, str], Storage] = {}
@@ -134,6 +137,9 @@ class Offers:
             raise StorageError(f"the plan names {name_of(read.kind, read.uri)}, which was not offered")
         if self._seed.manifest is not None:
             self._seed.fence()  # it was of other weights than those that come now
+        if way.elsewhere is not None and self._elsewhere is not None:
+            self._elsewhere(way)
+            raise Rebound(way)
         load_clean(self._module, self._derived, way)
         if not self._image.same_memory(capture(self._module, exclude=self._exclude)):
             raise Rebound(way)

@@ -1,4 +1,4 @@
-"""Why a fork's layout fits no source: names the first tensor that differs, on both sides.
+"""Why a fork's layout fits no source: what differs of what they say of themselves, or the first tensor.
 
 Runs on the target, once no source of its own layout exists but one of another does.
 """
@@ -9,6 +9,7 @@ import time
 
 from rfork.errors import LayoutMismatch, NoSource, RforkError
 from rfork.image.layout import Layout
+from rfork.image.marks import differing
 from rfork.peer.base import Dial
 from rfork.wire import Route
 
@@ -22,7 +23,9 @@ def explain_mismatch(other: Route, own: Layout, dial: Dial, patience_s: float) -
         return NoSource(f"{other.address} holds the model with another layout (not compared: {error})")
     finally:
         peer.close()
-    difference = own.first_difference(theirs) or "the layouts are equal by now"
+    difference = (
+        "; ".join(differing(own, theirs)) or own.first_difference(theirs) or "the layouts are equal by now"
+    )
     mismatch = LayoutMismatch(
         f"{other.address} holds the model with another layout; first difference: {difference}"
     )

@@ -37,6 +37,8 @@ log = logger(__name__)
 _text: Final[TypeAdapter[str]] = TypeAdapter(Text)
 
 Loader = Callable[[nn.Module], None]
+Elsewhere = Callable[[], nn.Module]
+"""Builds and loads another model; what it raises is raised to who asked for the fork, as it is."""
 OpenStorage = Callable[[nn.Module, Image, "Derived"], Storage | None]
 
 
@@ -48,6 +50,10 @@ class Fallback:
     `open` gives what can be read chunk by chunk, or None where `load` has to do it all; it raises
     CheckpointError or StorageError where neither will work. It is called at any time of the fork, on
     a thread of its own, so it must not look at the bytes of the tensors. Without it, `load` does it.
+
+    With `elsewhere`, it is a loader that builds a model of its own in the place of the module, as engines do:
+    the module's memory is given back first, so that the two never stand side by side. It is the last way, and
+    `load` is not called.
     """
 
     name: str
@@ -55,6 +61,7 @@ class Fallback:
     kind: StorageKind = "loader"
     uri: str = ""
     open: OpenStorage | None = None
+    elsewhere: Elsewhere | None = None
 
 
 def checkpoint_fallback(uri: str | Path, settings: StorageSettings | None = None) -> Fallback:
@@ -77,6 +84,21 @@ def checkpoint_fallback(uri: str | Path, settings: StorageSettings | None = None
 def loader_fallback(loader: Loader) -> Fallback:
     """Call the caller's own loader."""
     return Fallback("loader", loader)
+
+
+def engine_fallback(load: Elsewhere, check: Callable[[], None]) -> Fallback:
+    """The engine's own loader, which builds a model anew.
+
+    `check` raises CheckpointError or StorageError where it has nothing to load from: then it is not offered.
+    """
+
+    def opened(module: nn.Module, image: Image, derived: Derived) -> None:
+        check()
+
+    def in_place(module: nn.Module) -> None:
+        raise UserError("the engine's loader builds a model of its own")
+
+    return Fallback("the engine's loader", in_place, open=opened, elsewhere=load)
 
 
 def snapshot_fallback(
@@ -127,6 +149,11 @@ class Derived:
             offset += length
 
     @property
+    def storages(self) -> frozenset[int]:
+        """The addresses of the storages that the tensors lie in."""
+        return frozenset(region.untyped_storage().data_ptr() for region in self._regions)
+
+    @property
     def nbytes(self) -> int:
         """The memory the copies take."""
         return sum(copy.nbytes for _, copy in self.kept)
@@ -151,18 +178,25 @@ def load_clean(module: nn.Module, derived: Derived | None, way: Fallback) -> Non
 
 
 def fall_back(
-    module: nn.Module, derived: Derived | None, ways: Sequence[Fallback], reasons: Sequence[RforkError]
+    module: nn.Module,
+    derived: Derived | None,
+    ways: Sequence[Fallback],
+    reasons: Sequence[RforkError],
+    elsewhere: Callable[[Fallback], None] | None = None,
 ) -> Fallback:
     """Try each way into a clean model; returns the one that worked.
 
-    `reasons` are the failures so far. Raises NothingLeft, with those and each way's own, when none
-    worked: the module's content is then undefined.
+    `reasons` are the failures so far; `elsewhere` runs those that build a model of their own. Raises
+    NothingLeft, with those and each way's own, when none worked: the module's content is then undefined.
     """
     failures = list(reasons)
     for way in ways:
         log.warning("falling back", to=way.name, because=str(failures[-1]) if failures else "")
         try:
-            load_clean(module, derived, way)
+            if way.elsewhere is not None and elsewhere is not None:
+                elsewhere(way)
+            else:
+                load_clean(module, derived, way)
         except RforkError as error:
             # A way that could not be offered is tried all the same, and mostly fails alike.
             failures = [one for one in failures if (one.kind, str(one)) != (error.kind, str(error))]

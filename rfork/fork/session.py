@@ -32,6 +32,7 @@ from rfork.fork.keeper import Keeper
 from rfork.fork.opening import Opening
 from rfork.fork.progress import Meter, OnProgress, Reporter
 from rfork.fork.puller import Puller
+from rfork.fork.replacing import Replacing
 from rfork.fork.report import ForkReport, Pulled, Stopwatch, finish_of, with_read
 from rfork.image.board import ChunkBoard
 from rfork.image.capture import capture
@@ -137,8 +138,9 @@ class ForkSession:
         reasons: list[RforkError],
     ) -> ForkReport:
         way: Fallback | None = None
+        replacing = Replacing(image, seed, keeper, derived, self._exclude)
         try:
-            self._pull(image, board, seed, keeper, derived, reasons)
+            self._pull(image, board, seed, keeper, derived, reasons, replacing)
         except Rebound as loaded:
             way = loaded.way
         except (ForkFailed, NetworkError, DeadlinePassed) as error:
@@ -147,12 +149,15 @@ class ForkSession:
             # Whoever reads from this relay must not see what the fallback writes over it.
             seed.fence()
             with self._watch.phase("fallback"):
-                way = fall_back(self._module, derived, self._fallbacks, reasons)
+                way = fall_back(self._module, derived, self._fallbacks, reasons, replacing.load)
         seed.storage = ()
-        gives = way is None or image.same_memory(capture(self._module, exclude=self._exclude))
+        if replacing.done:
+            gives = replacing.gives
+        else:
+            gives = way is None or image.same_memory(capture(self._module, exclude=self._exclude))
         if way is None:
             seed.serve()
-        elif gives:
+        elif gives and not replacing.done:
             with self._watch.phase("digest"):
                 seed.reseal()
         report = self._report(image, board, seed, way, reasons)
@@ -212,6 +217,7 @@ class ForkSession:
         keeper: Keeper,
         derived: Derived | None,
         reasons: list[RforkError],
+        replacing: Replacing,
     ) -> None:
         planner, chosen = self._planner, self._settings
         if planner is None:
@@ -219,7 +225,9 @@ class ForkSession:
         shared = derived is not None and chosen.cold_start == "share"
         ways = self._fallbacks if shared else ()
         patience_s = min(chosen.storage_stall_s, chosen.deadline_s)
-        with Offers(ways, self._module, image, derived, seed, patience_s, self._exclude) as offers:
+        with Offers(
+            ways, self._module, image, derived, seed, patience_s, self._exclude, replacing.load
+        ) as offers:
             opening = Opening(
                 image,
                 {transport.name: transport for transport in self._transports},

@@ -9,14 +9,15 @@ host); the target fills them by `segments` or `writing` and checks them by `dige
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import torch
 
+from rfork.errors import SourceChanged
 from rfork.image.digest import digest_bytes, digest_tensors
 from rfork.image.host_memory import host_view
 from rfork.image.layout import Layout
@@ -72,6 +73,7 @@ class Image:
         if copies is None and self._streams:
             copies = CudaCopies(self._streams)
         self._staging = None if copies is None else Staging(copies)
+        self._released = False
         # Made once, as making one costs more than hashing a small tensor, and when they are wanted, as
         # making all at once costs more than all else here.
         self._views: list[memoryview | None] = [None] * len(self._runs)
@@ -213,8 +215,24 @@ class Image:
         """
         return self._runs.advise_huge_pages()
 
+    def release(self, keep: Collection[int] = ()) -> None:
+        """Give the memory back to its allocators, whoever still holds tensors in it: they are empty then.
+
+        `keep` are the addresses of storages that are left as they are. For who is about to build another
+        model in the place of this one: nobody may read or write the image any more, and who tries gets
+        SourceChanged. Memory that its allocator does not take back so is freed with its tensors.
+        """
+        self._released = True
+        for storage in self._regions.storages:
+            if storage.nbytes() and storage.data_ptr() not in keep:
+                # Not every storage can be resized: memory that somebody else lent cannot.
+                with suppress(RuntimeError):
+                    storage.resize_(0)
+
     def _covering(self, begin: int, end: int) -> tuple[int, int]:
         """The runs (first, stop) that hold image range `[begin, end)`."""
+        if self._released:
+            raise SourceChanged("the memory was given back: there is nothing to read or to write")
         size = self.layout.image_bytes
         if not 0 <= begin <= end <= size:
             raise ValueError(f"[{begin}, {end}) is not within the image's {size} bytes")

@@ -1,0 +1,185 @@
+"""How an engine's model gets its weights: forked, or loaded by the engine itself; never half of either.
+
+Runs on the target, in the process and on the thread of the engine that loads the model. The engine's room
+says how one is made (`Engine`) and what it is (`Subject`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from uuid import uuid4
+
+import torch
+from torch import nn
+
+from rfork import settings as options
+from rfork.control.client import PlannerClient
+from rfork.engines.instance import ATTRIBUTE, Instance
+from rfork.engines.traits import Traits
+from rfork.errors import NothingLeft, RforkError, SettingsError
+from rfork.fork.fallback import Fallback, engine_fallback, snapshot_fallback
+from rfork.fork.session import ForkSession
+from rfork.logs import logger
+from rfork.peer.client import PeerClient
+from rfork.seed.seed import Identity
+from rfork.settings import Settings, StorageSettings
+from rfork.transport.choice import choose
+from rfork.wire import Rank
+
+log = logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is brought up: one rank of one model, and what must be equal on both sides of a fork."""
+
+    model: str
+    rank: Rank
+    facts: tuple[str, ...] = ()
+    """See `rfork.image.marks`: engine and version, device, quantisation."""
+    packages: tuple[str, ...] = ()
+    """The engine's: see `rfork.engines.traits`."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of tensors that are no weights: KV caches."""
+
+
+class Engine(Protocol):
+    """How one engine makes one model. Called on the engine's own thread, in the order `empty`, `load`."""
+
+    def empty(self) -> nn.Module:
+        """A model in its final layout, post-processed as one that was loaded, its weights not read."""
+        ...
+
+    def load(self) -> nn.Module:
+        """A new model, by the engine's own loader. What `empty` made is given up: forget it first."""
+        ...
+
+    def check(self) -> None:
+        """Raises CheckpointError where `load` has nothing to load from; looks at no weights."""
+        ...
+
+
+def bring_up(engine: Engine, subject: Subject, settings: Settings | None = None) -> nn.Module:
+    """A model with its weights: forked where somebody has them, else loaded by the engine; then a seed.
+
+    Returns the model in the state that the engine's own loader leaves it in; `instance_of` gives its
+    instance, unless it gives nothing. Raises what the engine's loader raises; with the setting `required`,
+    an RforkError instead of calling it. Bad settings are a SettingsError.
+    """
+    chosen = settings or options.load(Settings)
+    if chosen.planner is None:
+        if chosen.required:
+            raise SettingsError("no planner is set, and RFORK_REQUIRED is", hint="set RFORK_PLANNER")
+        log.warning("no planner is set: the engine loads its weights by itself", hint="set RFORK_PLANNER")
+        return engine.load()
+    return _BringUp(engine, subject, chosen).run()
+
+
+class _BringUp:
+    """One model on its way."""
+
+    def __init__(self, engine: Engine, subject: Subject, settings: Settings) -> None:
+        self._engine = engine
+        self._subject = subject
+        self._settings = settings
+        self._made: nn.Module | None = None
+        self._traits: Traits | None = None
+        self._loading = False
+
+    def run(self) -> nn.Module:
+        """Fork or load it."""
+        try:
+            return self._fork()
+        except (SettingsError, KeyboardInterrupt, SystemExit):
+            raise
+        except Exception as error:  # whatever is wrong with a fork, it is no reason not to serve
+            if self._loading or self._settings.required:
+                raise
+            known = isinstance(error, RforkError)
+            log.error(
+                "not forked: the engine loads its weights by itself",
+                because=f"{type(error).__name__}: {error}",
+                hint=error.hint if isinstance(error, RforkError) else "please report it",
+                exc_info=not known,
+            )
+        self._give_up()
+        return self._engine.load()
+
+    def _fork(self) -> nn.Module:
+        self._take(self._engine.empty())
+        report = self._session().run()
+        module, traits = self._made, self._traits
+        if module is None or traits is None or report.seed is None:
+            raise NothingLeft("the fork ended without a model", ())
+        if not self._loading and (changed := traits.apply()):
+            log.info("numbers of the modules taken over", count=changed)
+        setattr(module, ATTRIBUTE, Instance(module, report.seed, report, traits, self._subject.exclude))
+        return module
+
+    def _session(self) -> ForkSession:
+        chosen, subject = self._settings, self._subject
+        if self._made is None or chosen.planner is None:
+            raise NothingLeft("there is no model to fill", ())
+        token = chosen.token.get_secret_value() if chosen.token is not None else None
+        return ForkSession(
+            self._made,
+            Identity(subject.model, subject.rank, _instance_id(chosen, subject.rank)),
+            chosen,
+            choose(chosen),
+            planner=PlannerClient(
+                chosen.planner, token=token, tls=chosen.tls, timeout_s=chosen.planner_timeout_s
+            ),
+            dial=lambda address, token: PeerClient(address, token, chosen.tls),
+            fallbacks=self._ways(),
+            exclude=subject.exclude,
+        )
+
+    def _ways(self) -> Sequence[Fallback]:
+        ways: list[Fallback] = []
+        if self._settings.snapshot is not None:
+            storage = options.load(StorageSettings)
+            ways.append(
+                snapshot_fallback(self._settings.snapshot, self._subject.exclude, self._subject.rank, storage)
+            )
+        if not self._settings.required:
+            ways.append(engine_fallback(self._load, self._engine.check))
+        return ways
+
+    def _load(self) -> nn.Module:
+        self._loading = True
+        self._made = self._traits = None
+        collect()
+        return self._take(self._engine.load())
+
+    def _take(self, module: nn.Module) -> nn.Module:
+        self._traits = Traits(module, self._subject.facts, self._subject.packages)
+        self._made = module
+        return module
+
+    def _give_up(self) -> None:
+        """The memory of a model that is not used: the engine is about to take as much for another."""
+        if self._made is not None:
+            for value in self._made.state_dict(keep_vars=True).values():
+                if isinstance(value, torch.Tensor):
+                    with contextlib.suppress(RuntimeError):  # memory that somebody lent is not resized
+                        value.untyped_storage().resize_(0)
+        self._made = self._traits = None
+        collect()
+
+
+def collect() -> None:
+    """Have the allocators take back what nobody holds any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _instance_id(settings: Settings, rank: Rank) -> str:
+    """Unique for each start, and under the server's name where it has one, so that all can be drained."""
+    if settings.replica is None:
+        return uuid4().hex
+    return f"{settings.replica}-{rank.key}-dp{rank.dp}-{uuid4().hex[:8]}"

@@ -1,0 +1,93 @@
+"""One rank of an engine's model as it is given to others, and what the engine tells of it.
+
+Runs on the source, in the process of the engine that holds the model. The engine's room calls the instance
+around the engine's work, and where its weights change, go away, or come back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+
+from torch import nn
+
+from rfork.engines.traits import Traits
+from rfork.errors import LayoutMismatch, RforkError
+from rfork.fork.report import ForkReport
+from rfork.image.capture import capture
+from rfork.logs import logger
+from rfork.seed.seed import Seed
+
+log = logger(__name__)
+
+ATTRIBUTE = "rfork_instance"
+"""Of the model: its instance."""
+
+
+class Instance:
+    """What the engine's room tells of its model; thread-safe. Without a seed, each call does nothing."""
+
+    def __init__(
+        self, module: nn.Module, seed: Seed, report: ForkReport, traits: Traits, exclude: Sequence[str]
+    ) -> None:
+        """`exclude` is what the image leaves out of the module; see `capture`."""
+        self.seed = seed
+        self.report = report
+        self.exclude = exclude
+        self._module = module
+        self._traits = traits
+        self._renewing = threading.Lock()
+        self._closed = False
+
+    def serving(self) -> AbstractContextManager[object]:
+        """Around each step of the engine's own work: who reads is held back as far as it takes longer."""
+        return self.seed.serving()
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around a change of weights in place: nobody reads them meanwhile, and they are given after it.
+
+        When the block raises, the weights may be anything: nothing is given until the next change.
+        """
+        self.fence()
+        yield
+        self.renew()
+
+    def fence(self) -> None:
+        """The weights are about to change: give nothing from now on. Returns once nobody reads them."""
+        self.seed.fence()
+
+    def suspend(self) -> None:
+        """The memory of the weights is about to be released or moved; `renew` takes it on again."""
+        self.seed.suspend()
+
+    def renew(self) -> None:
+        """The weights are whole again, maybe others, maybe elsewhere: digest and give them, in a thread."""
+        threading.Thread(target=self._renew, name="rfork-renew", daemon=True).start()
+
+    def close(self, drain_s: float | None = None) -> None:
+        """Give no more, after the readers there are had `drain_s` seconds (none: the setting) to finish."""
+        if not self._closed:
+            self._closed = True
+            self.seed.close(self.seed.settings.drain_s if drain_s is None else drain_s)
+
+    def _renew(self) -> None:
+        with self._renewing:
+            try:
+                self._traits.note()
+                self.seed.resume(capture(self._module, exclude=self.exclude))
+            except LayoutMismatch as error:
+                self.seed.fence()
+                log.error(
+                    "not a seed any more: the engine put other tensors into the model", because=str(error)
+                )
+            except RforkError as error:
+                log.error("not a seed any more", because=str(error), hint=error.hint)
+
+
+def instance_of(module: nn.Module | None) -> Instance | None:
+    """The instance of a model that `bring_up` made; None of any other."""
+    found = vars(module).get(ATTRIBUTE) if module is not None else None
+    return found if isinstance(found, Instance) else None

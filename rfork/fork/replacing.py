@@ -1,0 +1,62 @@
+"""A loader that builds another model in the place of the one that was to be filled. Runs on the target.
+
+Engines load like that: a model whose weights were post-processed takes no checkpoint any more. So that the
+two never stand side by side, the first one's memory is given back before the second is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rfork.errors import RforkError
+from rfork.fork.fallback import Derived, Fallback
+from rfork.fork.keeper import Keeper
+from rfork.image.capture import capture
+from rfork.image.memory import Image
+from rfork.logs import logger
+from rfork.seed.seed import Seed
+
+log = logger(__name__)
+
+
+class Replacing:
+    """One fork's model and seed, as they go over to a model that was loaded elsewhere."""
+
+    def __init__(
+        self, image: Image, seed: Seed, keeper: Keeper, derived: Derived | None, exclude: Sequence[str]
+    ) -> None:
+        self.done = False
+        """Whether another model was loaded."""
+        self.gives = False
+        """Whether the seed gives that one now: it has the layout that the first one had."""
+        self._image = image
+        self._seed = seed
+        self._keeper = keeper
+        self._derived = derived
+        self._exclude = exclude
+
+    def load(self, way: Fallback) -> None:
+        """Run `way.elsewhere`, on the calling thread; nobody else writes to the image any more.
+
+        What a model computes for itself when it is built (rotary tables) may be shared with the next one: it
+        is put back as it was, and its memory is kept. Raises whatever the loader does.
+        """
+        if way.elsewhere is None:
+            raise ValueError(f"{way.name} loads in place")
+        self._keeper.halt()
+        self._seed.suspend()
+        if self._derived is not None:
+            self._derived.restore()
+        self._image.release(keep=self._derived.storages if self._derived is not None else ())
+        module = way.elsewhere()
+        self.done = True
+        try:
+            image = capture(module, exclude=self._exclude)
+            if difference := self._image.layout.first_difference(image.layout):
+                log.warning("not a seed: it was loaded into another layout", difference=difference)
+                return
+            self._seed.resume(image)
+        except RforkError as error:
+            log.warning("not a seed: what was loaded cannot be given", because=str(error))
+        else:
+            self.gives = True

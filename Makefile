@@ -16,7 +16,7 @@ ABREAST := -n $(WORKERS) --dist loadfile
 
 .PHONY: help
 help: ## say what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: demo
 demo: venv ## planner, seed and three forks of a real model on this machine
@@ -29,6 +29,14 @@ test: lint programs ## lint, and every test that takes less than a minute
 .PHONY: test-all
 test-all: lint programs ## every test that this machine has the hardware and the engines for
 	$(PYTEST) $(ABREAST) $(COVERED) $(TESTS)
+
+.PHONY: test-engines
+test-engines: venv ## forks between real vLLM and SGLang servers, on the CPU (set up once: 7 GB, some minutes)
+	@$(PYTHON) -m tests.engines.setup.install vllm .venv-vllm
+	@$(PYTHON) -m tests.engines.setup.install sglang .venv-sglang
+	@$(BIN)/python -c 'from rfork.cli.demo.model import default_cache, prepare; prepare(default_cache())'
+	RFORK_TEST_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python RFORK_TEST_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python \
+	    $(PYTEST) -m engines tests/engines $(TESTS)
 
 .PHONY: lint
 lint: venv ## ruff and mypy --strict

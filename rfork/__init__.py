@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rfork import artifacts
     from rfork.artifacts.report import ArtifactReport
+    from rfork.engines.pretrained import fork_pretrained, report_of
     from rfork.engines.torch import fork, seed
     from rfork.errors import RforkError
     from rfork.fork.report import ForkReport
@@ -38,10 +39,12 @@ _HOMES = {
     "StorageSettings": "rfork.settings",
     "capture": "rfork.image.capture",
     "fork": "rfork.engines.torch",
+    "fork_pretrained": "rfork.engines.pretrained",
     "load": "rfork.storage.modules.load",
     "load_tensors": "rfork.storage.modules.lazy",
     "no_init": "rfork.storage.modules.no_init",
     "open": "rfork.storage.modules.lazy",
+    "report_of": "rfork.engines.pretrained",
     "save": "rfork.storage.modules.save",
     "seed": "rfork.engines.torch",
     "tensors": "rfork.storage.modules.lazy",
@@ -63,10 +66,12 @@ __all__ = [
     "artifacts",
     "capture",
     "fork",
+    "fork_pretrained",
     "load",
     "load_tensors",
     "no_init",
     "open",
+    "report_of",
     "save",
     "seed",
     "tensors",

@@ -86,12 +86,16 @@ class MissingExtra(UserError):
 
 
 class PortInUse(UserError):
-    """The address to listen on is taken by another process."""
+    """The address to listen on is taken by another process; of several ports (`last`), each of them is."""
 
-    def __init__(self, host: str, port: int, *, setting: str) -> None:
+    def __init__(self, host: str, port: int, *, setting: str, last: int | None = None) -> None:
+        several = last is not None and last > port
         super().__init__(
-            f"cannot listen on {host}:{port}: the address is in use",
-            hint=f"stop the process that holds it, or set {setting} to a free port (0 picks one)",
+            f"cannot listen on {host}:{port}-{last}: all of these ports are in use"
+            if several
+            else f"cannot listen on {host}:{port}: the address is in use",
+            hint=f"stop the process that holds it, or set {setting} to a free port (0 picks one)"
+            + (", or RFORK_PORTS to more" if several else ""),
         )
 
 

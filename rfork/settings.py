@@ -73,6 +73,9 @@ class Settings(BaseSettings):
     )
     peer_port: int = Field(0, ge=0, le=65535, description="port of the gRPC peer service; 0 picks one")
     http_port: int = Field(0, ge=0, le=65535, description="port of the http transport; 0 picks one")
+    ports: int = Field(
+        1, ge=1, le=4096, description="how many ports from `peer_port`, and from `http_port`, on may be tried: the ranks of one host, and the models of one process, each take the first that is free"
+    )
     host: Label = Field(
         default_factory=lambda: node_name(),
         description="name of this node: instances with one name share a host; without: its host name, or, in a container that has a host name of its own, the kernel's boot id, which all containers of a node see",
@@ -197,6 +200,10 @@ class Settings(BaseSettings):
     def tls(self) -> TlsSettings:
         """The TLS files (``RFORK_TLS_*``), shared by every server and client of this process."""
         return load(TlsSettings)
+
+    def ports_from(self, first: int) -> range:
+        """The ports that may be tried where `first` is asked for, in that order; just 0 where any will do."""
+        return range(first, min(first + self.ports, 65536)) if first else range(1)
 
     @property
     def reachable_at(self) -> str:

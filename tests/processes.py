@@ -19,14 +19,17 @@ STOP_S = 10.0
 
 
 class RforkProcess:
-    """``python -m rfork ARGUMENTS`` in a process group of its own, its output read as it comes."""
+    """``python -m MODULE ARGUMENTS`` in a process group of its own, its output read as it comes."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], *, module: str = "rfork"
+    ) -> None:
+        self.module = module
         self.arguments = tuple(arguments)
         self._changed = threading.Condition()
         self._lines: dict[str, list[str]] = {"stdout": [], "stderr": []}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rfork", *arguments],
+            [sys.executable, "-m", module, *arguments],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -102,7 +105,7 @@ class RforkProcess:
 
     def transcript(self) -> str:
         """Command, exit code and all output, for a failure report."""
-        heading = f"$ rfork {' '.join(self.arguments)}  (exit code {self._process.poll()})"
+        heading = f"$ {self.module} {' '.join(self.arguments)}  (exit code {self._process.poll()})"
         return "\n".join((heading, "--- stdout", self.stdout, "--- stderr", self.stderr))
 
     def _text(self, name: str) -> str:

@@ -5,7 +5,19 @@ from __future__ import annotations
 import typer
 
 from rfork import __version__
-from rfork.cli import artifacts, convert, doctor, drain, planner, pull, seed, snapshot, status
+from rfork.cli import (
+    artifacts,
+    convert,
+    doctor,
+    drain,
+    launch,
+    planner,
+    pull,
+    seed,
+    sidecar,
+    snapshot,
+    status,
+)
 from rfork.cli.console import out
 from rfork.cli.demo import command as demo
 
@@ -19,7 +31,9 @@ app = typer.Typer(
 )
 app.command("planner")(planner.planner)
 app.command("seed")(seed.seed)
+app.command("sidecar")(sidecar.sidecar)
 app.command("pull")(pull.pull)
+app.command("launch", context_settings=launch.CONTEXT)(launch.launch)
 app.add_typer(snapshot.app, name="snapshot")
 app.add_typer(artifacts.app, name="artifacts")
 app.command("convert")(convert.convert)

@@ -50,6 +50,8 @@ class Heartbeat:
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._connected = threading.Event()
+        self._changed = threading.Condition()
+        self._begun = self._heard = 0  # reports, by number: the last that was made, and that got through
         self._failures = 0
         self._instance_id: str | None = None
         self._log = logger("rfork.heartbeat")
@@ -71,6 +73,13 @@ class Heartbeat:
     def poke(self) -> None:
         """Something changed: report soon, not at the next interval. Never blocks."""
         self._wake.set()
+
+    def wait_heard(self, timeout_s: float) -> bool:
+        """Report now, and wait until the planner has answered that; False where it did not in `timeout_s`."""
+        with self._changed:
+            wanted = self._begun + 1
+            self.poke()
+            return self._changed.wait_for(lambda: self._heard >= wanted, timeout_s)
 
     def stop(self, *, remove: bool) -> None:
         """End the thread and, with `remove`, have the planner forget this instance. Safe to call twice.
@@ -116,6 +125,9 @@ class Heartbeat:
 
     def _send(self) -> None:
         try:
+            with self._changed:
+                self._begun += 1
+                number = self._begun
             report = self._report()
             self._instance_id = report.instance_id
             ack = self._client.report(report)
@@ -132,3 +144,6 @@ class Heartbeat:
         # The acknowledgement first: whoever waits for the connection finds the lease key in place.
         self._on_ack(ack)
         self._connected.set()
+        with self._changed:
+            self._heard = number
+            self._changed.notify_all()

@@ -20,7 +20,7 @@ from rfork import settings as options
 from rfork.control.client import PlannerClient
 from rfork.engines.instance import ATTRIBUTE, Instance
 from rfork.engines.traits import Traits
-from rfork.errors import NothingLeft, RforkError, SettingsError
+from rfork.errors import NothingLeft, RforkError, SettingsError, TargetError
 from rfork.fork.fallback import Fallback, engine_fallback, snapshot_fallback
 from rfork.fork.session import ForkSession
 from rfork.logs import logger
@@ -48,7 +48,10 @@ class Subject:
 
 
 class Engine(Protocol):
-    """How one engine makes one model. Called on the engine's own thread, in the order `empty`, `load`."""
+    """How one engine makes one model.
+
+    `empty` is called once, and then `load` at most once, both on the engine's own thread.
+    """
 
     def empty(self) -> nn.Module:
         """A model in its final layout, post-processed as one that was loaded, its weights not read."""
@@ -59,7 +62,10 @@ class Engine(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises CheckpointError where `load` has nothing to load from; looks at no weights."""
+        """Raises CheckpointError where `load` has nothing to load from; looks at no weights.
+
+        Called on a thread of its own, while the engine's waits.
+        """
         ...
 
 
@@ -88,17 +94,22 @@ class _BringUp:
         self._settings = settings
         self._made: nn.Module | None = None
         self._traits: Traits | None = None
-        self._loading = False
+        self._loading = self._loaded = False
 
     def run(self) -> nn.Module:
         """Fork or load it."""
         try:
             return self._fork()
-        except (SettingsError, KeyboardInterrupt, SystemExit):
-            raise
         except Exception as error:  # whatever is wrong with a fork, it is no reason not to serve
-            if self._loading or self._settings.required:
+            if self._made is not None and self._loaded:
+                log.exception("the engine loaded its weights by itself, and does not give them")
+                return self._made
+            if self._loading or isinstance(error, SettingsError):
                 raise
+            if self._settings.required:
+                if isinstance(error, RforkError):
+                    raise
+                raise TargetError(f"not forked: {type(error).__name__}: {error}") from error
             known = isinstance(error, RforkError)
             log.error(
                 "not forked: the engine loads its weights by itself",
@@ -112,12 +123,16 @@ class _BringUp:
     def _fork(self) -> nn.Module:
         self._take(self._engine.empty())
         report = self._session().run()
-        module, traits = self._made, self._traits
-        if module is None or traits is None or report.seed is None:
+        module, traits, seed = self._made, self._traits, report.seed
+        if module is None or traits is None or seed is None:
             raise NothingLeft("the fork ended without a model", ())
-        if not self._loading and (changed := traits.apply()):
-            log.info("numbers of the modules taken over", count=changed)
-        setattr(module, ATTRIBUTE, Instance(module, report.seed, report, traits, self._subject.exclude))
+        try:
+            if not self._loading and (changed := traits.apply()):
+                log.info("numbers of the modules taken over", count=changed)
+            setattr(module, ATTRIBUTE, Instance(module, seed, report, traits, self._subject.exclude))
+        except BaseException:
+            seed.close()  # it must not give what is about to be given up
+            raise
         return module
 
     def _session(self) -> ForkSession:
@@ -153,20 +168,21 @@ class _BringUp:
         self._loading = True
         self._made = self._traits = None
         collect()
-        return self._take(self._engine.load())
+        module = self._engine.load()
+        self._made, self._loaded = module, True
+        return self._take(module)
 
     def _take(self, module: nn.Module) -> nn.Module:
-        self._traits = Traits(module, self._subject.facts, self._subject.packages)
         self._made = module
+        self._traits = Traits(module, self._subject.facts, self._subject.packages)
         return module
 
     def _give_up(self) -> None:
         """The memory of a model that is not used: the engine is about to take as much for another."""
         if self._made is not None:
-            for value in self._made.state_dict(keep_vars=True).values():
-                if isinstance(value, torch.Tensor):
-                    with contextlib.suppress(RuntimeError):  # memory that somebody lent is not resized
-                        value.untyped_storage().resize_(0)
+            for value in self._made.parameters():
+                with contextlib.suppress(RuntimeError):  # memory that somebody lent is not resized
+                    value.untyped_storage().resize_(0)
         self._made = self._traits = None
         collect()
 

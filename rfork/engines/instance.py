@@ -27,7 +27,7 @@ ATTRIBUTE = "rfork_instance"
 
 
 class Instance:
-    """What the engine's room tells of its model; thread-safe. Without a seed, each call does nothing."""
+    """What the engine's room tells of its model; thread-safe. Once it is closed, a call does nothing."""
 
     def __init__(
         self, module: nn.Module, seed: Seed, report: ForkReport, traits: Traits, exclude: Sequence[str]
@@ -39,6 +39,7 @@ class Instance:
         self._module = module
         self._traits = traits
         self._renewing = threading.Lock()
+        self._closing = threading.Lock()
         self._closed = False
 
     def serving(self) -> AbstractContextManager[object]:
@@ -57,27 +58,44 @@ class Instance:
 
     def fence(self) -> None:
         """The weights are about to change: give nothing from now on. Returns once nobody reads them."""
-        self.seed.fence()
+        if not self._closed:
+            self.seed.fence()
 
     def suspend(self) -> None:
-        """The memory of the weights is about to be released or moved; `renew` takes it on again."""
-        self.seed.suspend()
+        """The memory of the weights is about to be released or moved; `renew` takes it on again.
+
+        Returns once nobody reads it and no device has it registered: digesting it is seen to its end first.
+        """
+        if not self._closed:
+            self.seed.suspend()
 
     def renew(self) -> None:
-        """The weights are whole again, maybe others, maybe elsewhere: digest and give them, in a thread."""
-        threading.Thread(target=self._renew, name="rfork-renew", daemon=True).start()
+        """The weights are whole again, maybe others, maybe elsewhere: digest and give them, in a thread.
+
+        Fence or suspend before the change. Where another one is begun meanwhile, this one gives nothing: the
+        next `renew` does.
+        """
+        if self._closed:
+            return
+        if self.seed.manifest is not None:
+            self.seed.fence()  # the caller forgot to: what is given is not what was told
+        arguments = (self.seed.generation,)
+        threading.Thread(target=self._renew, args=arguments, name="rfork-renew", daemon=True).start()
 
     def close(self, drain_s: float | None = None) -> None:
         """Give no more, after the readers there are had `drain_s` seconds (none: the setting) to finish."""
-        if not self._closed:
-            self._closed = True
-            self.seed.close(self.seed.settings.drain_s if drain_s is None else drain_s)
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self.seed.close(self.seed.settings.drain_s if drain_s is None else drain_s)
 
-    def _renew(self) -> None:
+    def _renew(self, generation: int) -> None:
         with self._renewing:
             try:
+                if generation != self.seed.generation:
+                    return  # the weights change again by now
                 self._traits.note()
-                self.seed.resume(capture(self._module, exclude=self.exclude))
+                self.seed.resume(capture(self._module, exclude=self.exclude), generation)
             except LayoutMismatch as error:
                 self.seed.fence()
                 log.error(
@@ -85,6 +103,9 @@ class Instance:
                 )
             except RforkError as error:
                 log.error("not a seed any more", because=str(error), hint=error.hint)
+            except Exception:  # the engine serves on, whatever becomes of its seed
+                self.seed.fence()
+                log.exception("not a seed any more")
 
 
 def instance_of(module: nn.Module | None) -> Instance | None:

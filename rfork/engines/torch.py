@@ -11,7 +11,7 @@ from torch import nn
 from rfork import settings as options
 from rfork.control.client import PlannerClient
 from rfork.errors import UnsupportedTensor
-from rfork.fork.fallback import checkpoint_fallback, loader_fallback, snapshot_fallback
+from rfork.fork.fallback import Fallback, checkpoint_fallback, loader_fallback, snapshot_fallback
 from rfork.fork.progress import OnProgress
 from rfork.fork.report import ForkReport
 from rfork.fork.session import ForkSession
@@ -59,22 +59,45 @@ def fork(
     Raises NothingLeft when nothing worked, and UserError kinds for what the caller got wrong; the
     module's content is then undefined. It is never half filled and returned as a success.
     """
-    chosen = _settings(settings, planner=planner, deadline_s=deadline)
-    storage = options.load(StorageSettings)
-    fallbacks = []
-    if (named := snapshot or chosen.snapshot) is not None:
-        fallbacks.append(snapshot_fallback(named, exclude, rank, storage))
+    ways = []
     if checkpoint is not None:
-        fallbacks.append(checkpoint_fallback(checkpoint, storage))
+        ways.append(checkpoint_fallback(checkpoint, options.load(StorageSettings)))
     if loader is not None:
-        fallbacks.append(loader_fallback(loader))
+        ways.append(loader_fallback(loader))
+    return run_fork(
+        module,
+        model=model,
+        rank=rank,
+        snapshot=snapshot,
+        ways=ways,
+        exclude=exclude,
+        settings=settings_of(settings, planner=planner, deadline_s=deadline),
+        on_progress=on_progress,
+    )
+
+
+def run_fork(
+    module: nn.Module,
+    *,
+    model: str,
+    rank: Rank | None,
+    snapshot: str | Path | None,
+    ways: Sequence[Fallback],
+    exclude: Sequence[str],
+    settings: Settings,
+    on_progress: OnProgress | None,
+) -> ForkReport:
+    """As `fork`, for rooms of engines: what follows the snapshot is given as `ways`, best first."""
+    fallbacks = list(ways)
+    if (named := snapshot or settings.snapshot) is not None:
+        fallbacks.insert(0, snapshot_fallback(named, exclude, rank, options.load(StorageSettings)))
     return ForkSession(
         module,
         Identity(model, rank or Rank()),
-        chosen,
-        choose(chosen),
-        planner=_client(chosen),
-        dial=lambda address, token: PeerClient(address, token, chosen.tls),
+        settings,
+        choose(settings),
+        planner=_client(settings),
+        dial=lambda address, token: PeerClient(address, token, settings.tls),
         fallbacks=fallbacks,
         on_progress=on_progress,
         exclude=exclude,
@@ -100,7 +123,7 @@ def seed(
     Who serves meanwhile puts each step of that into ``with giving.serving():``: readers are then held back
     as far as the steps would take longer for them (`Settings.latency_setpoint`).
     """
-    chosen = _settings(settings, planner=planner)
+    chosen = settings_of(settings, planner=planner)
     image = capture(module, exclude=exclude)
     if not image.layout.image_bytes:
         raise UnsupportedTensor("(all)", "the module has no tensor with bytes, so there is nothing to seed")
@@ -115,7 +138,8 @@ def seed(
         yield giving
 
 
-def _settings(settings: Settings | None, **overrides: object) -> Settings:
+def settings_of(settings: Settings | None, **overrides: object) -> Settings:
+    """These settings, or those of the environment, with what was given (not None) on top."""
     if settings is None:
         return options.load(Settings, **overrides)
     given = {name: value for name, value in overrides.items() if value is not None}

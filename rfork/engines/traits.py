@@ -14,6 +14,7 @@ from hashlib import sha256
 import torch
 from torch import nn
 
+from rfork.errors import LayoutMismatch
 from rfork.image.marks import mark
 from rfork.image.walk import named_tensors
 
@@ -42,8 +43,14 @@ class Traits:
         self.note()
 
     def note(self) -> None:
-        """Write the numbers, as the modules hold them, into the image. Runs on the source."""
-        values = [float(vars(holder)[key]) for _, holder, key in self._places]
+        """Write the numbers, as the modules hold them, into the image. Runs on the source.
+
+        Raises LayoutMismatch where one of them is no number any more.
+        """
+        values = [vars(holder).get(key) for _, holder, key in self._places]
+        for (name, _, _), value in zip(self._places, values, strict=True):
+            if type(value) is not float:
+                raise LayoutMismatch(f"{name} was a number, and is {type(value).__name__} now")
         self._floats.copy_(torch.tensor(values, dtype=torch.float64))
 
     def apply(self) -> int:

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from rfork.errors import MissingExtra, ModelError
+from rfork.engines.blueprint import Blueprint, naming
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-@contextmanager
-def _naming(folder: Path) -> Iterator[None]:
-    """Turn what transformers raises for a folder it cannot use into one line."""
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} holds no config.json", hint="name the folder of a Hugging Face model")
-    try:
-        yield
-    except ImportError as error:
-        raise MissingExtra("transformers", extra="transformers", why=str(error)) from None
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{folder}: {first}") from None
 
 
 def empty_model(folder: Path) -> PreTrainedModel:
@@ -34,35 +18,17 @@ def empty_model(folder: Path) -> PreTrainedModel:
 
     What a model computes for itself when it is built (rotary tables) is there. Raises ModelError.
     """
-    with _naming(folder):
-        from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.initialization import no_init_weights
-
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        with no_init_weights():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=config.dtype or torch.float32
-            )
-        model.tie_weights()
-        model.eval()  # type: ignore[no-untyped-call]
-        return model
+    return Blueprint.of(folder).empty()
 
 
 def loaded_model(folder: Path) -> PreTrainedModel:
     """The model of `folder` with its weights, on the CPU. Raises ModelError."""
-    with _naming(folder):
-        from transformers import AutoModelForCausalLM
-
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, dtype="auto"
-        )
-        model.eval()  # type: ignore[no-untyped-call]
-        return model
+    return Blueprint.of(folder).loaded()
 
 
 def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of `folder`. Raises ModelError."""
-    with _naming(folder):
+    with naming(folder):
         from transformers import AutoTokenizer
 
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 
 from rfork.control.client import PlannerClient
-from rfork.errors import SourceChanged
+from rfork.errors import NoSource, RforkError, SourceChanged
 from rfork.fork.cold import Offers
 from rfork.fork.explain import explain_mismatch
 from rfork.fork.report import Stopwatch
@@ -46,6 +46,8 @@ class Asking:
         self._dial = dial
         self._settings = settings
         self._watch = watch
+        self.reasons: list[RforkError] = []
+        """Why this instance was sent to its own storage; the last says it best."""
         self._compared: set[str] = set()
         self._named = False
         """Whether the last plan with routes named the weights."""
@@ -58,7 +60,10 @@ class Asking:
             self._open_from = time.monotonic() + self._settings.patience_s
         plan = self._ask(faults, current)
         if not (plan.routes or plan.storage) and time.monotonic() >= self._open_from and self._open():
+            before = plan.reason
             plan = self._ask((), current)
+            if plan.storage:
+                self.reasons.append(NoSource(f"{before}: {plan.reason}, for all that wait"))
         if plan.routes:
             self._named = plan.weights_id is not None
         if plan.other_layout is not None:
@@ -86,4 +91,5 @@ class Asking:
         difference = explain_mismatch(other, self._seed.image.layout, self._dial, patience_s)
         if not reads:
             raise difference
+        self.reasons.append(difference)
         log.warning("read from storage, since no seed fits", detail=str(difference))

@@ -42,6 +42,17 @@ Elsewhere = Callable[[], nn.Module]
 OpenStorage = Callable[[nn.Module, Image, "Derived"], Storage | None]
 
 
+class LoaderFailed(Exception):
+    """A loader that builds a model of its own failed, as `error` says; the first model is gone by then.
+
+    Not an error of the fork's: nothing can follow it here.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 @dataclass(frozen=True, slots=True)
 class Fallback:
     """One way to fill a module without a peer; `name` is the word for it in the report.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rfork.errors import RforkError
-from rfork.fork.fallback import Derived, Fallback
+from rfork.fork.fallback import Derived, Fallback, LoaderFailed
 from rfork.fork.keeper import Keeper
 from rfork.image.capture import capture
 from rfork.image.memory import Image
@@ -39,24 +39,30 @@ class Replacing:
         """Run `way.elsewhere`, on the calling thread; nobody else writes to the image any more.
 
         What a model computes for itself when it is built (rotary tables) may be shared with the next one: it
-        is put back as it was, and its memory is kept. Raises whatever the loader does.
+        is put back as it was, and its memory is kept. Raises LoaderFailed.
         """
         if way.elsewhere is None:
             raise ValueError(f"{way.name} loads in place")
         self._keeper.halt()
-        self._seed.suspend()
+        self._seed.vacate()
         if self._derived is not None:
             self._derived.restore()
         self._image.release(keep=self._derived.storages if self._derived is not None else ())
-        module = way.elsewhere()
+        try:
+            module = way.elsewhere()
+        except Exception as error:  # an engine's loader may raise anything
+            raise LoaderFailed(error) from error
         self.done = True
         try:
             image = capture(module, exclude=self._exclude)
             if difference := self._image.layout.first_difference(image.layout):
                 log.warning("not a seed: it was loaded into another layout", difference=difference)
                 return
-            self._seed.resume(image)
+            self._image.occupy(image)
+            self._seed.occupied()
         except RforkError as error:
             log.warning("not a seed: what was loaded cannot be given", because=str(error))
+        except Exception:  # a bug here is no reason not to serve what is loaded
+            log.exception("not a seed: what was loaded cannot be given")
         else:
             self.gives = True

@@ -27,7 +27,7 @@ from rfork.fields import Outcome
 from rfork.fork.asking import Asking
 from rfork.fork.cold import Offers, Rebound
 from rfork.fork.deadline import Deadline
-from rfork.fork.fallback import Derived, Fallback, fall_back
+from rfork.fork.fallback import Derived, Fallback, LoaderFailed, fall_back
 from rfork.fork.keeper import Keeper
 from rfork.fork.opening import Opening
 from rfork.fork.progress import Meter, OnProgress, Reporter
@@ -84,13 +84,15 @@ class ForkSession:
         self._watch = Stopwatch()
         self._meter = Meter()
         self._puller: Puller | None = None
+        self._sent_by: Sequence[RforkError] = ()  # why it was sent to its own storage
         self._deadline = Deadline(time.monotonic() + settings.deadline_s)
 
     def run(self) -> ForkReport:
         """Fill the module; returns what was done, with the seed that this process now is.
 
         Raises NothingLeft when neither a source nor a fallback worked: the module's content is then
-        undefined. On any exception the giving side is closed and the planner told.
+        undefined, and what a loader raised that builds a model of its own. On any exception the giving side
+        is closed and the planner told.
         """
         with self._watch.phase("capture"):
             image = capture(self._module, exclude=self._exclude)
@@ -121,11 +123,14 @@ class ForkSession:
         except BaseException as error:
             ended: Outcome = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             known = error.reasons if isinstance(error, NothingLeft) else ()
+            shown = error.error if isinstance(error, LoaderFailed) else error
             try:
-                self._finish(ended, known or (*reasons, error))
+                self._finish(ended, known or (*reasons, shown))
             finally:
                 keeper.close(remove=False)
                 seed.close()
+            if shown is not error:
+                raise shown from None
             raise
 
     def _fill(
@@ -143,6 +148,7 @@ class ForkSession:
             self._pull(image, board, seed, keeper, derived, reasons, replacing)
         except Rebound as loaded:
             way = loaded.way
+            reasons.extend(self._sent_by)
         except (ForkFailed, NetworkError, DeadlinePassed) as error:
             reasons.append(error)
             keeper.halt()
@@ -237,13 +243,15 @@ class ForkSession:
                 self._identity.instance_id,
                 self._deadline,
             )
+            asking = Asking(self._fork_id, planner, seed, offers, self._dial, chosen, self._watch)
+            self._sent_by = asking.reasons
             puller = self._puller = Puller(
                 image,
                 board,
                 chosen,
                 identity=(self._identity.instance_id, chosen.host),
                 opening=opening,
-                replan=Asking(self._fork_id, planner, seed, offers, self._dial, chosen, self._watch),
+                replan=asking,
                 load_whole=offers.load_whole,
                 giving=seed,
                 deadline=self._deadline,

@@ -229,6 +229,15 @@ class Image:
                 with suppress(RuntimeError):
                     storage.resize_(0)
 
+    def occupy(self, other: Image) -> None:
+        """After `release`: the memory of another image of this layout is this one's from now on."""
+        if other.layout.layout_id != self.layout.layout_id:
+            raise ValueError(f"its layout is {other.layout.layout_id}, not {self.layout.layout_id}")
+        self._regions, self._runs, self._begins = other._regions, other._runs, other._begins
+        self._streams, self._staging = other._streams, other._staging
+        self._views, self._memories = other._views, other._memories
+        self._released = other._released
+
     def _covering(self, begin: int, end: int) -> tuple[int, int]:
         """The runs (first, stop) that hold image range `[begin, end)`."""
         if self._released:

@@ -101,7 +101,9 @@ class _Walk:
             # The wrapper has no bytes of its own.
             inner, _ = cast(TraceableWrapperSubclass, tensor).__tensor_flatten__()
             for key in inner:
-                self._tensor(_join(name, key), getattr(tensor, key))
+                value = getattr(tensor, key)
+                if isinstance(value, torch.Tensor):  # a DTensor names its device mesh as well
+                    self._tensor(_join(name, key), value)
         else:
             self._keep(name, tensor)
         for key, value in hung.items():

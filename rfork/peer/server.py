@@ -10,6 +10,7 @@ import asyncio
 import resource
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import grpc
@@ -53,7 +54,7 @@ ServePeer = Callable[[PeerHost, Settings], PeerService]
 
 
 class PeerServer:
-    """Serves one `PeerHost` on `settings.bind`:`settings.peer_port`."""
+    """Serves one `PeerHost` at `settings.bind`, on the first port from `peer_port` on that is free."""
 
     def __init__(self, host: PeerHost, settings: Settings) -> None:
         self._host = host
@@ -97,19 +98,20 @@ class PeerServer:
             ],
         )
         server.add_generic_rpc_handlers(tuple(handlers(self._host)))
-        where = host_port(self._settings.bind, self._settings.peer_port)
-        try:
-            credentials = server_credentials(self._settings.tls)
-            if credentials is None:
-                self._port = server.add_insecure_port(where)
-            else:
-                self._port = server.add_secure_port(where, credentials)
-        except RuntimeError:
-            raise PortInUse(
-                self._settings.bind, self._settings.peer_port, setting="RFORK_PEER_PORT"
-            ) from None
+        self._port = self._open_port(server)
         await server.start()
         self._server = server
+
+    def _open_port(self, server: grpc.aio.Server) -> int:
+        settings, credentials = self._settings, server_credentials(self._settings.tls)
+        ports = settings.ports_from(settings.peer_port)
+        for port in ports:
+            where = host_port(settings.bind, port)
+            with suppress(RuntimeError):  # it binds and listens at once, so whoever comes second fails here
+                if credentials is None:
+                    return server.add_insecure_port(where)
+                return server.add_secure_port(where, credentials)
+        raise PortInUse(settings.bind, ports[0], last=ports[-1], setting="RFORK_PEER_PORT")
 
     async def _stop(self) -> None:
         if self._server is not None:

@@ -22,7 +22,7 @@ from rfork.seed.leases import LeaseBook
 from rfork.seed.pacing import Pacing
 from rfork.seed.suspending import Suspending
 from rfork.settings import Settings
-from rfork.transport.base import Endpoint, Line, Transport
+from rfork.transport.base import Endpoint, Gate, Line, Transport
 from rfork.wire import Rank
 
 READY_S = 3.0
@@ -61,6 +61,10 @@ class Answering(Suspending):
         self._latency = LatencyGuard(settings.latency_setpoint, floor=self._floor)
         self._governor = Governor(settings.egress_rate, self._latency, part=self._part_granted)
         self._pacing: Pacing | None = None
+
+    @property
+    def _gate(self) -> Gate:
+        return self
 
     def _floor(self) -> int:
         """So much is given however long the engine's work takes: none of the readers must look stalled."""
@@ -110,6 +114,7 @@ class Answering(Suspending):
             raise SourceBusy("the source is draining")
         if self.suspended:
             raise SourceBusy("the source has put its weights away for a while")
+        self._settled.wait(READY_S)
         opened = self._open(fork_id, transports, address)
         self._tell()  # there is one more to share the rate with
         return opened

@@ -7,17 +7,21 @@ memory does, and are made anew for other memory: `open` and `close` may take tur
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Final
 
 import torch
 
-from rfork.errors import SourceChanged, TransportUnusable
+from rfork.errors import RforkError, SourceChanged, TransportUnusable
 from rfork.image.layout import Layout
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import Exporter, Gate, Transport
 
 log = logger(__name__)
+
+ON_REQUEST: Final = frozenset({"http", "memory"})
+"""Transports whose exporters touch the memory only while they answer a reader, and keep none of it."""
 
 
 class Exports(Mapping[str, Exporter]):
@@ -67,6 +71,27 @@ class Exports(Mapping[str, Exporter]):
             self._withdrawn.clear()
             self._open = opened
 
+    def open_more(self, image: Image, gate: Gate) -> bool:
+        """Open what is not open and can be used, beside what is; whether there was any. Raises nothing."""
+        with self._moving:
+            if self._ended:
+                return False
+            more: dict[str, Exporter] = {}
+            for transport in self._transports:
+                if transport.name not in self._open and transport.name not in self._withdrawn:
+                    try:
+                        more[transport.name] = transport.export(image, gate)
+                    except RforkError as error:
+                        log.warning(
+                            "transport cannot be used",
+                            transport=transport.name,
+                            error=error.kind,
+                            detail=str(error),
+                        )
+            both = {**self._open, **more}
+            self._open = {each.name: both[each.name] for each in self._transports if each.name in both}
+            return bool(more)
+
     def _export(self, image: Image, gate: Gate, opened: dict[str, Exporter]) -> None:
         reasons: list[TransportUnusable] = []
         for transport in self._transports:
@@ -102,11 +127,15 @@ class Exports(Mapping[str, Exporter]):
                 )
             exporter.close()
 
-    def close(self) -> None:
-        """Close all, and return once no reader touches the image's memory. Safe to call twice."""
+    def close(self, keep: Collection[str] = ()) -> None:
+        """Close all, and return once no reader touches the image's memory. Safe to call twice.
+
+        Those of `keep` stay open: whoever calls sees to it that they are asked for nothing.
+        """
         with self._moving:
-            closing, self._open = self._open, {}
-            _close(closing)
+            before = self._open
+            self._open = {name: exporter for name, exporter in before.items() if name in keep}
+            _close({name: exporter for name, exporter in before.items() if name not in keep})
 
     def end(self) -> None:
         """Close all for good."""

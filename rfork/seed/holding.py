@@ -108,13 +108,17 @@ class Holding:
         self._tell()
         self.poke()
 
-    def reseal(self) -> None:
+    def reseal(self, generation: int | None = None) -> None:
         """The image is whole and may hold other weights than before: digest it, then be a seed.
 
         Unless it is fenced meanwhile: then the bytes may have changed under the digest; or suspended.
+        `generation` is the one in which it became whole: that there was no fence since is then sure.
         """
         with self._digesting:
-            generation = self.generation
+            generation = self.generation if generation is None else generation
+            if generation != self.generation:
+                log.warning("not resealed: it was fenced again", generation=self.generation)
+                return
             if self._suspended:
                 log.warning("not resealed: it is suspended", generation=generation)
                 return
@@ -138,11 +142,15 @@ class Holding:
         `updating` does both.
         """
         with self._changing:
-            self.generation += 1
-            self._manifest = None
-            self._be("loading")
-            self.board.clear()
+            self._clear()
         self._part_from_readers()
+
+    def _clear(self) -> None:
+        """Hold nothing any more; the caller holds `_changing`."""
+        self.generation += 1
+        self._manifest = None
+        self._be("loading")
+        self.board.clear()
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:

@@ -124,6 +124,10 @@ class Seed(Answering):
     def _open_exports(self) -> None:
         self._exports.open(self.image, self)
 
+    def _wait_heard(self, timeout: float) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.wait_heard(timeout)
+
     def _close_servers(self) -> None:
         if self._peer is not None:
             self._peer.stop()

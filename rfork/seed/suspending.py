@@ -14,9 +14,9 @@ from rfork.errors import LayoutMismatch, SourceChanged
 from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
-from rfork.seed.exports import Exports, Hollow
+from rfork.seed.exports import ON_REQUEST, Exports, Hollow
 from rfork.seed.holding import Holding
-from rfork.transport.base import Transport
+from rfork.transport.base import Gate, Transport
 
 HEAR_S = 0.5
 """What readers get to hear that the weights changed, before the ports that they read from are gone."""
@@ -34,6 +34,17 @@ class Suspending(Holding):
     ) -> None:
         super().__init__(image, board, manifest)
         self._exports = Exports(transports)
+        self._settled = threading.Event()  # not set while exporters come and go, and it gives on
+        self._settled.set()
+
+    @property
+    def _gate(self) -> Gate:
+        """What its exporters ask."""
+        raise NotImplementedError
+
+    def _wait_heard(self, timeout: float) -> None:
+        """Tell the planner how it stands, and wait until it has heard."""
+        raise NotImplementedError
 
     def _open_exports(self) -> None:
         """Open the exporters of `self.image`. Raises as `Exports.open`."""
@@ -75,10 +86,11 @@ class Suspending(Holding):
         with self._updates:
             self._suspend()
 
-    def _suspend(self) -> None:
+    def _suspend(self) -> bool:
+        """Whether it was not suspended before: then it is fenced, and the generation is another."""
         with self._changing:
             if isinstance(self.image, Hollow):
-                return
+                return False
             self._suspended = True
         watched = self._watched()
         self.fence()
@@ -93,13 +105,47 @@ class Suspending(Holding):
                     self.image = Hollow(self.image.layout)
         finally:
             self._part_from_readers()  # who came before the exporters were gone
+        return True
 
-    def resume(self, image: Image) -> None:
+    def vacate(self) -> None:
+        """The memory is about to be given back, and the weights loaded anew elsewhere: let go of it.
+
+        As `suspend`; but whoever comes meanwhile gets a place, over a transport that needs no memory for
+        that, and waits for the weights as it would for those that are read in place. `occupied` ends it.
+        """
+        with self._updates:
+            self._settled.clear()
+            try:
+                if (watched := self._watched()) or self._manifest is not None or self.board.verified:
+                    with self._changing:
+                        self._clear()
+                    # The planner first: who hears of it asks there at once, and is to be sent here again.
+                    self._wait_heard(HEAR_S)
+                    self._part_from_readers()
+                if watched:
+                    threading.Event().wait(HEAR_S)
+                with self._digesting:
+                    self._exports.close(keep=ON_REQUEST)
+            finally:
+                self._settled.set()
+
+    def occupied(self) -> None:
+        """The image has other memory, and in it whole weights: digest and give them, over all transports."""
+        with self._updates:
+            more = self._exports.open_more(self.image, self._gate)
+            self.poke()
+            self.reseal()
+        if more and self._watched():
+            self.drop(())  # those that waited come again, over the transport that suits them best
+
+    def resume(self, image: Image, generation: int | None = None) -> None:
         """The weights are back, whole, maybe at other addresses and other than they were: be a seed of them.
 
         They are registered while they are digested, and given under another generation than before. Without
         a `suspend` before, it begins with one; memory that it has already is only digested, where it is not
         given.
+        `generation` is the one in which they came to be whole: who was fenced since, also by a `suspend`, is
+        left as it is, as the bytes may change again by now.
         Raises LayoutMismatch for another layout, and TransportUnusable as `start`: it stays suspended.
         """
         if image.layout.layout_id != self.image.layout.layout_id:
@@ -107,14 +153,15 @@ class Suspending(Holding):
                 f"the seed's layout is {self.image.layout.layout_id}, not {image.layout.layout_id}"
             )
         with self._updates:
-            if self._exports.ended:
+            if self._exports.ended or generation not in (None, self.generation):
                 return
             if not self._suspended and image.same_memory(self.image):
                 # What was begun before may have failed, or was fenced: it is whole now.
                 if self._manifest is None or not self.board.complete:
-                    self.reseal()
+                    self.reseal(generation)
                 return
-            self._suspend()
+            if self._suspend() and generation is not None:
+                generation += 1
             self.image = image
             try:
                 self._open_exports()
@@ -123,7 +170,7 @@ class Suspending(Holding):
                 raise
             with self._changing:
                 self._suspended = False
-            self.reseal()
+            self.reseal(generation)
 
 
 def _ends_soon() -> None:

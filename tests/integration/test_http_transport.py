@@ -515,7 +515,7 @@ def test_with_all_places_taken_readers_are_told_so() -> None:
     source = image_of(SIZES, seed=1)
     file = ImageFile(source, header(source.layout), FakeGate())
     exporter = HttpExporter(
-        file, bind="127.0.0.1", port=0, advertise="127.0.0.1", tls=None, stall_s=10, most_connections=1
+        file, bind="127.0.0.1", ports=[0], advertise="127.0.0.1", tls=None, stall_s=10, most_connections=1
     )
     transport = HttpTransport(Settings())
     first = transport.connect(exporter.endpoint(), image_of(SIZES), lambda: TOKEN, soon())

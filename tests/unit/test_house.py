@@ -115,8 +115,8 @@ def test_public_names() -> None:
     """These are the names that users of the package may rely on, and each of them is there."""
     expected = [
         "ArtifactReport", "ArtifactSettings", "ForkReport", "LoadReport", "Rank", "RforkError", "Settings",
-        "StorageSettings", "__version__", "artifacts", "capture", "fork", "load", "load_tensors", "no_init",
-        "open", "save", "seed", "tensors",
+        "StorageSettings", "__version__", "artifacts", "capture", "fork", "fork_pretrained", "load",
+        "load_tensors", "no_init", "open", "report_of", "save", "seed", "tensors",
     ]  # fmt: skip
     assert expected == rfork.__all__
     assert [] == [name for name in expected if getattr(rfork, name) is None]

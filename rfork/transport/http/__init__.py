@@ -54,7 +54,7 @@ class HttpTransport:
         return HttpExporter(
             ImageFile(image, live_header(image.layout), gate),
             bind=settings.bind,
-            port=settings.http_port,
+            ports=settings.ports_from(settings.http_port),
             advertise=settings.reachable_at,
             tls=server_context(settings.tls),
             stall_s=settings.stall_s,

@@ -14,6 +14,7 @@ import logging
 import socket
 import ssl
 import threading
+from collections.abc import Sequence
 
 from rfork.errors import LeaseRefused, PortInUse, SettingsError, SourceBusy, SourceChanged
 from rfork.niceness import stand_back
@@ -37,9 +38,9 @@ ACCEPT_AGAIN_S = 0.05
 class HttpExporter(Plain):
     """Serves one image file from construction until `close`.
 
-    `tls` None: plain TCP. `advertise` is the host that readers are told. `nice`: by how much the threads
-    that send are nicer to the rest of the machine than this process. Raises PortInUse, or
-    SettingsError when this machine has no such address.
+    It listens on the first of `ports` that is free. `tls` None: plain TCP. `advertise` is the host that
+    readers are told. `nice`: by how much the threads that send are nicer to the rest of the machine than
+    this process. Raises PortInUse, or SettingsError when this machine has no such address.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class HttpExporter(Plain):
         file: ImageFile,
         *,
         bind: str,
-        port: int,
+        ports: Sequence[int],
         advertise: str,
         tls: ssl.SSLContext | None,
         stall_s: float,
@@ -59,7 +60,7 @@ class HttpExporter(Plain):
         self._stall_s = stall_s
         self._nice = nice
         self._most_connections = most_connections
-        self._listener = _listen(bind, port)
+        self._listener = _listen(bind, ports)
         host = f"[{advertise}]" if ":" in advertise else advertise
         scheme = "http" if tls is None else "https"
         self._url = f"{scheme}://{host}:{self._listener.getsockname()[1]}{PATH}"
@@ -180,12 +181,14 @@ class HttpExporter(Plain):
             conversation.stream.cut()
 
 
-def _listen(bind: str, port: int) -> socket.socket:
-    try:
-        found = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
-        return socket.create_server(address, family=family, backlog=BACKLOG)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(bind, port, setting="RFORK_HTTP_PORT") from None
-        raise SettingsError(f"RFORK_BIND: cannot listen on {bind}:{port}: {error.strerror}") from None
+def _listen(bind: str, ports: Sequence[int]) -> socket.socket:
+    """A listener on the first of the ports that is free: two never get one, as listening takes it."""
+    for port in ports:
+        try:
+            found = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, _, _, _, address = found[0]
+            return socket.create_server(address, family=family, backlog=BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise SettingsError(f"RFORK_BIND: cannot listen on {bind}:{port}: {error.strerror}") from None
+    raise PortInUse(bind, ports[0], last=ports[-1], setting="RFORK_HTTP_PORT")

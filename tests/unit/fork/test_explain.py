@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from rfork.fork.explain import explain_mismatch
-from rfork.image.capture import image_of
+from rfork.image.capture import capture, image_of
+from rfork.image.marks import mark
 from tests.unit.fork.fleet import NEVER_S, Fleet, route
 
 
@@ -32,3 +34,15 @@ def test_a_source_that_cannot_be_asked_is_still_named(fleet: Fleet) -> None:
     """Where the comparison fails the answer names the other layout's holder, and why it was not compared."""
     said = explained(fleet, dead=True)
     assert ("another layout" in said, "not compared: memory:1: connection refused" in said) == (True, True)
+
+
+def test_facts_are_told_before_tensors(fleet: Fleet) -> None:
+    """What two images say of themselves explains more than the first tensor that differs."""
+    sides = []
+    for version in ("1", "2"):
+        module = nn.Linear(2, int(version))
+        vars(module)["rfork"] = {"is": mark((f"engine toy {version}", "device cpu"))}
+        sides.append(capture(module))
+    own, other = sides
+    said = str(explain_mismatch(route(fleet.source("a", other)), own.layout, fleet.peers.dial, NEVER_S))
+    assert said.endswith("first difference: engine: here toy 1; there toy 2")

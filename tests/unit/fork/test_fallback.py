@@ -10,8 +10,15 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from rfork.errors import NothingLeft, RforkError, SourceGone
-from rfork.fork.fallback import Derived, Fallback, checkpoint_fallback, fall_back, loader_fallback
+from rfork.errors import CheckpointError, NothingLeft, RforkError, SourceGone
+from rfork.fork.fallback import (
+    Derived,
+    Fallback,
+    checkpoint_fallback,
+    engine_fallback,
+    fall_back,
+    loader_fallback,
+)
 from rfork.image.capture import capture
 
 
@@ -136,3 +143,26 @@ def test_an_interrupt_is_no_failure_to_go_on_from() -> None:
     with pytest.raises(KeyboardInterrupt):
         fall_back(model, Derived(model, capture(model)), ways, [])
     assert [] == tried
+
+
+def test_an_engines_loader_is_run_elsewhere() -> None:
+    """It is not asked to fill the model, whose content stays as it was found."""
+    model, ran = Model(), []
+    way = engine_fallback(Model, lambda: None)
+    found = fall_back(model, None, [way], [], lambda each: ran.append(each.name))
+    assert (way, ["the engine's loader"]) == (found, ran)
+
+
+def test_an_engines_loader_without_weights_is_not_offered() -> None:
+    """What its check raises is why; it looks at nothing but that."""
+
+    def check() -> None:
+        raise CheckpointError("no weights in the folder")
+
+    model = Model()
+    image = capture(model)
+    opening = engine_fallback(Model, check).open
+    if opening is None:
+        raise TypeError("it cannot be asked")
+    with pytest.raises(CheckpointError, match="no weights"):
+        opening(model, image, Derived(model, image))

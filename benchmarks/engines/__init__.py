@@ -1,0 +1,1 @@
+"""Real engines beside one another: see `python -m benchmarks.engines`."""

@@ -1,0 +1,140 @@
+"""How long until an engine has its weights, and its first token, in each way that it can get them?
+
+Stock vLLM and SGLang on the CPU, a random model of TinyLlama's shapes (2.2 GB in bfloat16), so that its bytes
+decide. Each run is a process of its own, which ends after its first tokens. Contenders of one engine run
+interleaved, every second round backwards; their tokens must be equal.
+
+"weights s" is the time of the engine's own call that makes the model: built, filled, post-processed
+(vLLM: `get_model`; SGLang: its log line). rfork's includes the planner, and each byte verified; the others
+check nothing. "first token s" is from the start of the process: imports, configuration and the KV cache are
+most of it here. "read MB" is what the process had read from block devices by then. "cold": all files that it
+reads (checkpoint or snapshot) were dropped from the page cache right before.
+
+"rfork from a seed, http" is as between two hosts, over loopback; "of this host" leaves the choice to rfork,
+which maps the seed's memory. The seed is the same engine, idle, with `--load-format rfork`.
+"remote_instance" is SGLang's own R-Fork over Mooncake's TCP. Who could not run is named below the table.
+
+`engine_fork_vs_disk_cold` is the worse engine's time to weights, from a seed over http, over its default
+loader's with a cold cache. "limit" is what as many bytes take over one loopback socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks import harness
+from benchmarks.engines.cases import CASES, Case, EngineName, Run
+from benchmarks.engines.crew import Crew, DidNotRun, python_of
+from benchmarks.engines.limit import socket_seconds
+from benchmarks.engines.model import make, without_weights
+from benchmarks.engines.table import figures, row, socket_row
+from rfork.errors import RforkError
+
+Runs = dict[Case, list[Run]]
+ROUNDS = 5
+
+
+def main() -> None:
+    """Measure, print, and write what was asked for."""
+    options = harness.options("engines", __doc__)
+    harness.heed_sigterm()
+    runs: Runs = {case: [] for case in CASES}
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="rfork-engines-") as name, Crew(Path(name)) as crew:
+        size = make(crew.folder / "model", quick=options.quick)
+        without_weights(crew.folder / "model", crew.folder / "bare" / "model")
+        limits = [socket_seconds(size) for _ in range(options.rounds)]
+        for engine in ("vllm", "sglang"):
+            if python_of(engine) is None:
+                failed[engine] = "not installed: make test-engines"
+                continue
+            _measure(crew, engine, options.rounds, runs, failed)
+    harness.publish(
+        options,
+        settings={"image_bytes": size, **{f"not run: {key}": why for key, why in failed.items()}},
+        rows=[socket_row(limits, size), *(row(case, made, size) for case, made in runs.items() if made)],
+        figures=figures(runs),
+        plot=("contender", "weights s"),
+    )
+    for key, why in failed.items():
+        print(f"did not run: {key}: {why}")
+
+
+def _measure(crew: Crew, engine: EngineName, rounds: int, runs: Runs, failed: dict[str, str]) -> None:
+    """All cases of one engine, interleaved."""
+    crew.start_planner()
+    with contextlib.ExitStack() as seeds:
+        seeds.enter_context(crew.seed(engine))
+        snapshot = _snapshot(crew, engine)
+        # One that knows of nobody: its targets read the snapshot.
+        told: dict[str, Mapping[str, str]] = {"seed": {"RFORK_PLANNER": crew.planner}, "disk": {}}
+        crew.start_planner()
+        told["snapshot"] = {"RFORK_PLANNER": crew.planner, "RFORK_SNAPSHOT": str(snapshot)}
+        stock: Mapping[str, object] = {}
+        if engine == "vllm":
+            try:
+                crew.tensorize("tensorized")
+            except DidNotRun as error:
+                failed["vllm: tensorizer, cold cache"] = _last(error)
+        if engine == "sglang":
+            try:
+                stock = seeds.enter_context(crew.stock_seed())
+            except DidNotRun as error:
+                failed["sglang: remote_instance (TransferEngine)"] = _last(error)
+        cases = [case for case in CASES if case.engine == engine and case.key not in failed]
+        for number in range(rounds):
+            for case in cases if number % 2 == 0 else cases[::-1]:
+                if case.key in failed:
+                    continue
+                print(f"round {number + 1}/{rounds}: {case.key}", file=sys.stderr)
+                if case.cold:
+                    crew.drop_cache("model", case.checkpoint, snapshot.name)
+                try:
+                    chosen = _with(case, stock) if case.source == "stock seed" else case
+                    runs[case].append(crew.run(chosen, told.get(case.source, {})))
+                except DidNotRun as error:
+                    failed[case.key] = _last(error)
+                    runs[case].clear()
+    answers = {run.tokens for case in cases for run in runs[case]}
+    if len(answers) > 1:
+        raise RforkError(f"{engine} answers differently by how it got its weights: {answers}")
+
+
+def _with(case: Case, arguments: Mapping[str, object]) -> Case:
+    return Case(
+        case.engine,
+        case.name,
+        case.source,
+        arguments={**case.arguments, **arguments},
+        environment=case.environment,
+    )
+
+
+def _snapshot(crew: Crew, engine: EngineName) -> Path:
+    """The seed's weights as a snapshot, by the command that users have."""
+    folder = crew.folder / f"snapshot-{engine}"
+    shutil.rmtree(folder, ignore_errors=True)
+    options = ["--name", "bench", "--planner", crew.planner]
+    command = [sys.executable, "-m", "rfork", "snapshot", str(folder), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RforkError(f"no snapshot of {engine}: {done.stderr.strip()}")
+    return folder
+
+
+def _last(error: DidNotRun) -> str:
+    """The last line of what went wrong."""
+    return str(error).strip().splitlines()[-1][:200]
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RforkError as error:
+        raise SystemExit(str(error)) from None

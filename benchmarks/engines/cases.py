@@ -1,0 +1,84 @@
+"""What is run: an engine, and the way in which it gets its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+EngineName = Literal["vllm", "sglang"]
+Source = Literal["disk", "seed", "snapshot", "stock seed"]
+
+NETWORK: Mapping[str, str] = MappingProxyType({"RFORK_TRANSPORTS": "http"})
+"""As between hosts: nothing that two processes of one host can share."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row. `arguments` are the engine's own, as its Python interface names them."""
+
+    engine: EngineName
+    name: str
+    source: Source = "disk"
+    cold: bool = False
+    """Whether the files it reads are out of the page cache when it starts."""
+    bare: bool = False
+    """Whether it is given a folder without weights."""
+    checkpoint: str = "model"
+    """The folder, under the benchmark's, that it is given."""
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Its name among all rows."""
+        return f"{self.engine}: {self.name}"
+
+    @property
+    def ours(self) -> bool:
+        """Whether rfork brings the weights."""
+        return self.source in ("seed", "snapshot")
+
+
+RFORK: Mapping[str, object] = MappingProxyType({"load_format": "rfork"})
+REMOTE: Mapping[str, object] = MappingProxyType(
+    {"load_format": "remote_instance", "remote_instance_weight_loader_backend": "transfer_engine"}
+)
+
+CASES = (
+    Case("vllm", "default loader, cold cache", cold=True),
+    Case("vllm", "default loader, warm cache"),
+    Case("vllm", "Run:ai streamer, cold cache", cold=True, arguments={"load_format": "runai_streamer"}),
+    Case("vllm", "Run:ai streamer, warm cache", arguments={"load_format": "runai_streamer"}),
+    Case(
+        "vllm",
+        "tensorizer, cold cache",
+        cold=True,
+        checkpoint="tensorized",
+        arguments={"load_format": "tensorizer"},
+    ),
+    Case("vllm", "rfork from a seed, http", "seed", bare=True, arguments=RFORK, environment=NETWORK),
+    Case("vllm", "rfork from a seed of this host", "seed", bare=True, arguments=RFORK),
+    Case("vllm", "rfork from a snapshot, cold cache", "snapshot", cold=True, bare=True, arguments=RFORK),
+    Case("sglang", "default loader, cold cache", cold=True),
+    Case("sglang", "default loader, warm cache"),
+    Case("sglang", "remote_instance (TransferEngine)", "stock seed", arguments=REMOTE),
+    Case("sglang", "rfork from a seed, http", "seed", bare=True, arguments=RFORK, environment=NETWORK),
+    Case("sglang", "rfork from a seed of this host", "seed", bare=True, arguments=RFORK),
+    Case("sglang", "rfork from a snapshot, cold cache", "snapshot", cold=True, bare=True, arguments=RFORK),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run of a case took."""
+
+    weights_s: float
+    """From the call of the engine's loader to its return: model built, weights in it, post-processed."""
+    first_token_s: float
+    """From the start of the process to the first token of the first answer."""
+    read_bytes: int
+    """What its processes had read from block devices by then."""
+    tokens: tuple[int, ...]
+    """The first tokens of a greedy answer."""

@@ -1,0 +1,33 @@
+"""The physical limit: as many bytes over one loopback socket, into memory that exists."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+STEP = 4 << 20
+
+
+def socket_seconds(size: int) -> float:
+    """Seconds for `size` bytes from one thread to another, over a TCP connection of this machine."""
+    memory = memoryview(bytearray(STEP))
+    for offset in range(0, STEP, 4096):
+        memory[offset] = 1
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        sender = threading.Thread(target=_send, args=(listening, size), daemon=True)
+        sender.start()
+        with socket.create_connection(listening.getsockname()) as receiving:
+            began, left = time.perf_counter(), size
+            while left:
+                left -= receiving.recv_into(memory, min(left, STEP))
+            seconds = time.perf_counter() - began
+        sender.join()
+    return seconds
+
+
+def _send(listening: socket.socket, size: int) -> None:
+    block = memoryview(bytes(STEP))
+    with listening.accept()[0] as sending:
+        for begin in range(0, size, STEP):
+            sending.sendall(block[: min(STEP, size - begin)])

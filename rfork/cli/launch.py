@@ -1,0 +1,89 @@
+"""`rfork launch`: start SGLang or vLLM so that it forks, and drain it before it ends."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import typer
+
+from rfork import settings as options
+from rfork.cli.connect import planner_client
+from rfork.cli.console import reported
+from rfork.control.draining import drain_replica
+from rfork.engines import flags
+from rfork.engines.launch import findable, rewritten
+from rfork.engines.supervising import supervise
+from rfork.errors import RforkError, SettingsError
+from rfork.logs import configure, logger
+from rfork.settings import Settings
+
+log = logger(__name__)
+
+CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
+
+
+def launch(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[OPTIONS] -- COMMAND…", show_default=False)
+    ] = None,
+) -> None:
+    """Start an SGLang or vLLM server that forks its weights (`rfork launch --help` lists the options)."""
+    with reported():
+        given, command = parsed(arguments or ())
+        started = rewritten(command, {**os.environ, **given})
+        settings = _settings(started.environment)
+        configure(settings.log_json, settings.log_level)
+        replica = started.environment[flags.variable("replica")]
+        log.info("launching", engine=started.engine, replica=replica, command=" ".join(started.command))
+        with findable(started.environment) as environment:
+            code = supervise(started.command, environment, lambda stop: _drain(settings, replica, stop))
+        raise typer.Exit(code)
+
+
+def parsed(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The RFORK_* that the options in front set, and the command behind them. Exits after ``--help``."""
+    parser = argparse.ArgumentParser(
+        prog="rfork launch",
+        usage="rfork launch [OPTIONS] -- COMMAND…",
+        description="Start an SGLang or vLLM server that forks its weights. "
+        "Each option may be spelt --rfork-…, too.",
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    flags.add(
+        parser.add_argument_group("what the server's rfork is told"),
+        lambda name: (f"--{name}", f"--rfork-{name}"),
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    try:
+        values, unknown = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise SettingsError(str(error), hint="see `rfork launch --help`") from None
+    command: list[str] = values.command
+    if unknown:
+        raise SettingsError(f"there is no option {unknown[0]}", hint="see `rfork launch --help`")
+    return flags.given(values), command[1:] if command[:1] == ["--"] else command
+
+
+def _settings(environment: Mapping[str, str]) -> Settings:
+    """Those that the server will have. Raises SettingsError before it is started."""
+    told = {name: environment.get(flags.variable(name)) or None for name, _ in flags.fields(without=())}
+    return options.load(Settings, **told)
+
+
+def _drain(settings: Settings, replica: str, stop: threading.Event) -> None:
+    if settings.planner is None:
+        return
+    try:
+        log.info("draining", replica=replica, most_s=settings.drain_s)
+        with planner_client(settings) as client:
+            for each in drain_replica(client, replica, wait_s=settings.drain_s, force=True, stop=stop):
+                log.info("drained", instance_id=each.instance_id, may_exit=each.may_exit, reason=each.reason)
+    except RforkError as error:
+        log.warning("not drained", because=str(error))
+    except Exception:  # a bug is no reason for the engine to outlive a SIGTERM
+        log.exception("not drained")

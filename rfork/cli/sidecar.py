@@ -1,0 +1,69 @@
+"""`rfork sidecar`: plan the R-Fork of an unmodified SGLang server."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rfork import logs
+from rfork import settings as options
+from rfork.cli.console import err, out, print_json, reported, wait_for_signal
+from rfork.cli.options import BindOption, HostOption, JsonOption, PlannerOption
+from rfork.settings import Settings, SidecarSettings
+
+
+def sidecar(
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The SGLang server beside it [env: RFORK_SIDECAR_ENGINE]"),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name that the server's weights are given under; without: the name it serves "
+            "[env: RFORK_SIDECAR_MODEL]",
+            show_default=False,
+        ),
+    ] = None,
+    client_of_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Answer a client of this model with the seed that the planner chose "
+            "[env: RFORK_SIDECAR_CLIENT_OF]",
+        ),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(help="Port that the client asks at; 0 picks one [env: RFORK_SIDECAR_PORT]"),
+    ] = None,
+    planner: PlannerOption = None,
+    bind: BindOption = None,
+    host: HostOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Publish an unmodified SGLang server's R-Fork seed, and answer its clients with the planner's choice.
+
+    Nothing is verified, and a lease binds nobody: docs/sidecar.md says what that means.
+    """
+    with reported(as_json=as_json):
+        chosen = options.load(Settings, planner=planner, bind=bind, host=host)
+        own = options.load(SidecarSettings, engine=engine, model=model, client_of=client_of_model, port=port)
+        logs.configure(json=chosen.log_json or as_json, level=chosen.log_level)
+        from rfork.engines.stock_sglang.sidecar import Sidecar
+
+        with Sidecar(chosen, own) as running:
+            if as_json:
+                ready = {
+                    "clients": running.client_address,
+                    "seeds": running.seed_address,
+                    "engine": own.engine,
+                }
+                print_json({"event": "ready", **ready})
+            else:
+                clients, seeds = running.client_address or "none", running.seed_address or "none"
+                out.print(f"sidecar ready: clients ask at {clients}, other sidecars at {seeds}", markup=False)
+            wait_for_signal()
+            err.print("closing: readers may finish")

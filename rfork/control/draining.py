@@ -1,0 +1,139 @@
+"""Having instances end only once nobody needs them: drained, and waited for, by way of the planner.
+
+Runs wherever an instance, or a server of several, is about to be ended: beside it, or on an operator's
+machine.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rfork.control.client import PlannerClient
+from rfork.errors import PlannerRefused, PlannerUnreachable, SourceBusy
+from rfork.wire import MayExit
+
+LOOK_S = 0.5
+
+OnWait = Callable[[str], None]
+"""Told, each time it is looked at, why an instance may not end yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """One instance of a server, and what became of it: whether it may end now, and why (not)."""
+
+    instance_id: str
+    may_exit: bool
+    reason: str
+
+
+def drained(
+    client: PlannerClient,
+    instance_id: str,
+    *,
+    force: bool,
+    wait_s: float,
+    on_wait: OnWait | None = None,
+    stop: threading.Event | None = None,
+) -> MayExit:
+    """Drain the instance and wait until it may end, over restarts of the planner.
+
+    `stop` ends the wait early. Raises SourceBusy where it may not end within `wait_s` seconds, PlannerRefused
+    where it is the last seed, PlannerUnreachable where the planner was away to the end.
+    """
+    deadline = time.monotonic() + wait_s
+    stop = stop or threading.Event()
+    asked = False
+    while True:
+        try:
+            if not asked:
+                _drain(client, instance_id, force=force)
+                asked = True
+            answer = client.may_exit(instance_id)
+        except PlannerUnreachable as error:
+            if time.monotonic() >= deadline or stop.is_set():
+                raise
+            # A planner that comes back has forgotten that it was asked.
+            asked, why = False, str(error)
+        else:
+            if answer.may_exit:
+                return answer
+            why = answer.reason
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or stop.is_set():
+            raise SourceBusy(
+                f"instance {instance_id} is drained, and may not end after {wait_s:g} s: {why}",
+                hint="wait longer (--wait), or end it all the same: its readers go on from elsewhere",
+            )
+        if on_wait is not None:
+            on_wait(why)
+        stop.wait(min(LOOK_S, left_s))
+
+
+def drain_replica(
+    client: PlannerClient,
+    replica: str,
+    *,
+    wait_s: float,
+    force: bool,
+    on_wait: OnWait | None = None,
+    stop: threading.Event | None = None,
+) -> list[Drained]:
+    """Drain all instances of one server, those whose ids begin with ``REPLICA-``, and wait for all.
+
+    At most `wait_s` seconds in all; `force`: though some are the last that hold their weights, where this
+    caller may. All are drained before one is waited for. Returns what became of each: none where the planner
+    knows none. Raises PlannerRefused, without `force`, where one is a last seed, and PlannerUnreachable where
+    the planner cannot be asked who they are.
+    """
+    deadline = time.monotonic() + wait_s
+    found = sorted(
+        view.report.instance_id for view in client.instances() if _is_of(view.report.instance_id, replica)
+    )
+    for instance_id in found:
+        try:
+            _drain(client, instance_id, force=force)
+        except PlannerUnreachable:
+            continue  # it is asked again below
+        except PlannerRefused:
+            if not force:
+                raise
+    ended: list[Drained] = []
+    for instance_id in found:
+        left_s = max(0.0, deadline - time.monotonic())
+        try:
+            answer = drained(client, instance_id, force=force, wait_s=left_s, on_wait=on_wait, stop=stop)
+        except (SourceBusy, PlannerUnreachable) as error:
+            ended.append(Drained(instance_id, False, str(error)))
+        except PlannerRefused as error:
+            if not force:
+                raise
+            ended.append(Drained(instance_id, False, str(error)))
+        else:
+            ended.append(Drained(instance_id, True, answer.reason))
+    return ended
+
+
+def _is_of(instance_id: str, replica: str) -> bool:
+    """Whether the instance is a rank of this server, and not of one whose name only begins alike."""
+    return instance_id.removeprefix(f"{replica}-").startswith(("target-", "draft-")) and (
+        instance_id.startswith(f"{replica}-")
+    )
+
+
+def _drain(client: PlannerClient, instance_id: str, *, force: bool) -> None:
+    try:
+        # Only an operator may force it, and mostly there is no need.
+        client.drain(instance_id, force=False)
+    except PlannerRefused as error:
+        if error.problem == "unknown-instance":
+            return
+        if error.problem == "last-seed" and force:
+            client.drain(instance_id, force=True)
+            return
+        if error.problem == "last-seed":
+            error.hint = "wait until another holds them, or pass --force as an operator: the next starts cold"
+        raise

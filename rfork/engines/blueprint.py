@@ -1,0 +1,284 @@
+"""What transformers' `from_pretrained` would build, from the config alone. Runs on the target.
+
+The model is built by `from_pretrained` itself, which is given weights that nobody has read yet: memory as the
+allocator gives it. So all that it does beside reading is done: types, tied weights, what a model computes for
+itself (rotary tables), where the tensors lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from rfork.errors import MissingExtra, ModelError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+SAFETENSORS = "*.safetensors"
+MAIN = "main"
+"""The revision that the hub gives to who asks for none."""
+WEIGHTS = (SAFETENSORS, "*.bin", "*.gguf")
+"""Names of the files that transformers reads weights from."""
+
+
+@contextmanager
+def naming(source: str | Path) -> Iterator[None]:
+    """Turn what transformers raises for a folder or model that it cannot use into one line."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtra("transformers", extra="transformers", why=str(error)) from None
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{source}: {first}") from None
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """One model as `from_pretrained` would be asked for it. Make it by `of`."""
+
+    source: str
+    revision: str
+    folder: Path
+    """Where its config.json lies: the folder itself, or that of the hub's cache."""
+    config: PreTrainedConfig
+    model_class: type
+    """A model's class, or one of transformers' Auto classes."""
+    dtype: torch.dtype
+    device: torch.device
+    attn_implementation: str | None
+    trust_remote_code: bool
+
+    @classmethod
+    def of(
+        cls,
+        source: str | Path,
+        *,
+        revision: str | None = None,
+        model_class: type | None = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Blueprint:
+        """Read the config of a folder, or of a model of the hub (``HF_HUB_OFFLINE``: of its cache).
+
+        The class is that which the config names (`architectures`), unless one is given. Raises ModelError.
+        """
+        if isinstance(source, Path) and not (source / "config.json").is_file():
+            raise ModelError(f"{source} holds no config.json", hint="name the folder of a Hugging Face model")
+        named = str(source)
+        with naming(named):
+            from transformers import AutoConfig
+            from transformers.utils.hub import cached_file
+
+            at = cached_file(named, "config.json", revision=revision or MAIN)
+            config = AutoConfig.from_pretrained(
+                named, revision=revision or MAIN, trust_remote_code=trust_remote_code
+            )
+            if at is None:
+                raise OSError("it has no config.json")
+            folder = Path(at).parent
+            return cls(
+                named,
+                revision or MAIN,
+                folder,
+                config,
+                model_class or _class_of(config, trust_remote_code=trust_remote_code),
+                _dtype_of(dtype, config, folder),
+                torch.device(device if device is not None else "cpu"),
+                attn_implementation,
+                trust_remote_code,
+            )
+
+    @property
+    def loadable(self) -> bool:
+        """Whether files of weights lie beside the config, or can be fetched from the hub."""
+        from huggingface_hub.constants import HF_HUB_OFFLINE
+
+        there = any(True for pattern in WEIGHTS for _ in self.folder.glob(pattern))
+        return there or not (Path(self.source).is_dir() or HF_HUB_OFFLINE)
+
+    def empty(self) -> PreTrainedModel:
+        """The model with its weights allocated, but neither read nor initialised, in eval mode.
+
+        Raises ModelError where it cannot be built in the state that `from_pretrained` would leave it in:
+        quantised models, and those whose weights have no place of their own by name.
+        """
+        if self._quantised:
+            raise ModelError(
+                f"{self.source} is quantised: its layout is known once its quantiser has read the weights"
+            )
+        with naming(self.source), _quiet():
+            abstract = self._abstract()
+            built: object = type(abstract).from_pretrained(
+                None,
+                config=self.config,
+                state_dict=_unread(abstract, self.device),
+                output_loading_info=True,
+                **self._options,
+            )
+            model, said = cast("tuple[PreTrainedModel, Mapping[str, Collection[object]]]", built)
+            # It was told of no place; who saves the model has it in the names of its kind.
+            model.__dict__.pop("_weight_conversions", None)
+            model.name_or_path = model.config.name_or_path = self.source
+            if model.can_generate():
+                model.generation_config = self._generation_config()
+        for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+            if found := sorted(map(str, said.get(what, ()))):
+                raise ModelError(
+                    f"{self.source} cannot be built without its weights: {what.replace('_', ' ')}: {found[0]}"
+                )
+        return model
+
+    def loaded(self) -> PreTrainedModel:
+        """The model with its weights, by `from_pretrained`. Raises ModelError."""
+        with naming(self.source):
+            code = {"trust_remote_code": True} if self.trust_remote_code else {}
+            model: PreTrainedModel = self.model_class.from_pretrained(  # type: ignore[attr-defined]
+                self.source, revision=self.revision, **self._options, **code
+            )
+            return model
+
+    def as_stored(self, model: PreTrainedModel) -> bool:
+        """Whether transformers reads the weights of such a model as they lie in their files.
+
+        Some it turns, merges or sorts, and what comes of that may have the name and the shape of before.
+        """
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import WeightRenaming
+        except ImportError:
+            return False
+        return all(isinstance(step, WeightRenaming) for step in get_model_conversion_mapping(model))
+
+    @property
+    def _quantised(self) -> bool:
+        parts = [self.config, *(getattr(self.config, key, None) for key in self.config.sub_configs)]
+        return any(getattr(part, "quantization_config", None) is not None for part in parts)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """What both ways of building tell `from_pretrained`."""
+        options: dict[str, Any] = {"dtype": self.dtype}
+        if self.device.type != "cpu":
+            options["device_map"] = {"": self.device}
+        if self.attn_implementation is not None:
+            options["attn_implementation"] = self.attn_implementation
+        return options
+
+    def _abstract(self) -> PreTrainedModel:
+        """The model without memory."""
+        with torch.device("meta"):
+            if hasattr(self.model_class, "from_config"):
+                code = {"trust_remote_code": True} if self.trust_remote_code else {}
+                made: PreTrainedModel = self.model_class.from_config(self.config, dtype=self.dtype, **code)
+            else:
+                made = self.model_class._from_config(self.config, dtype=self.dtype)  # type: ignore[attr-defined]
+        made.tie_weights()  # early versions of transformers leave that, where there is no memory
+        return made
+
+    def _generation_config(self) -> GenerationConfig:
+        from transformers import GenerationConfig
+
+        try:
+            return GenerationConfig.from_pretrained(self.source, revision=self.revision)
+        except OSError:  # there is none: what the model's config says of it
+            return GenerationConfig.from_pretrained(
+                self.source,
+                config_file_name="config.json",
+                revision=self.revision,
+                _from_model_config=True,
+            )
+
+
+class _Unread:
+    """A tensor of a checkpoint as transformers sees it, a slice that is read when it is asked for."""
+
+    def __init__(self, like: torch.Tensor, device: torch.device) -> None:
+        self._like = like
+        self._device = device
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        """All of it, and nothing in it."""
+        return torch.empty_strided(
+            self._like.shape, self._like.stride(), dtype=self._like.dtype, device=self._device
+        )
+
+
+def _unread(abstract: PreTrainedModel, device: torch.device) -> dict[str, _Unread]:
+    """Every weight of the model under its first name: those that are tied are tied by transformers."""
+    found: dict[int, str] = {}
+    weights: dict[str, _Unread] = {}
+    for name, tensor in abstract.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and found.setdefault(id(tensor), name) == name:
+            weights[name] = _Unread(tensor, device)
+    return weights
+
+
+def _class_of(config: PreTrainedConfig, *, trust_remote_code: bool) -> type:
+    import transformers
+
+    auto = "AutoModelForCausalLM"
+    theirs: dict[str, str] = getattr(config, "auto_map", None) or {}
+    if trust_remote_code and (names := [name for name in theirs if name.startswith("AutoModel")]):
+        named: type = getattr(transformers, auto if auto in names else names[0])
+        return named
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    default: type = transformers.AutoModelForCausalLM
+    return default
+
+
+def _dtype_of(asked: str | torch.dtype, config: PreTrainedConfig, folder: Path) -> torch.dtype:
+    """As `from_pretrained` decides: what is asked for, else the config's, else that of the first weight."""
+    if asked == "auto":
+        asked = config.dtype or _stored_dtype(folder) or torch.get_default_dtype()
+    found = getattr(torch, asked.removeprefix("torch."), None) if isinstance(asked, str) else asked
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{asked!r} is no dtype")
+    return found
+
+
+def _stored_dtype(folder: Path) -> torch.dtype | None:
+    for path in sorted(folder.glob(SAFETENSORS))[:1]:
+        try:
+            with safe_open(path, framework="pt") as weights:
+                for name in weights.keys():  # noqa: SIM118  # it is no mapping
+                    dtype: torch.dtype = weights.get_slice(name)[:0].dtype
+                    if dtype.is_floating_point:
+                        return dtype
+        except (SafetensorError, IndexError):
+            return None
+    return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar for a load that reads nothing."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,179 @@
+"""`fork_pretrained`: a transformers model as of `from_pretrained`, its weights forked. Runs on the target."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from rfork import settings as options
+from rfork.engines.blueprint import SAFETENSORS, Blueprint
+from rfork.engines.torch import run_fork, settings_of
+from rfork.errors import ModelError, RforkError, UnsupportedTensor
+from rfork.fork.fallback import Fallback, checkpoint_fallback, engine_fallback
+from rfork.fork.progress import OnProgress
+from rfork.fork.report import ForkReport
+from rfork.logs import logger
+from rfork.seed.seed import Seed
+from rfork.settings import Settings, StorageSettings
+from rfork.wire import Rank
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logger(__name__)
+
+ATTRIBUTE = "_rfork"
+"""Of a model: how it got its weights."""
+
+
+def fork_pretrained(
+    source: str | Path,
+    *,
+    planner: str | None = None,
+    name: str | None = None,
+    revision: str | None = None,
+    model_class: type | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    rank: Rank | None = None,
+    deadline: float | None = None,
+    snapshot: str | Path | None = None,
+    exclude: Sequence[str] = (),
+    settings: Settings | None = None,
+    on_progress: OnProgress | None = None,
+) -> PreTrainedModel:
+    """The model of a folder, or of the hub, as `from_pretrained` would give it, forked. Runs on the target.
+
+    Only the config is read: the folder needs no weights, and of the hub none are fetched. The model is in
+    eval mode, and from then on this process gives its weights onwards, until the model is gone or the
+    process ends; `report_of` tells how it got them, and holds the seed. Whoever changes the weights does it
+    in a block of `Seed.updating`; whoever moves them (``model.to(…)``) closes the seed before.
+
+    `revision`, `model_class`, `dtype`, `attn_implementation` and `trust_remote_code` are as for
+    `from_pretrained`; without a class it is that which the config names. `device` is where the weights lie
+    (CPU, or a CUDA device, for which transformers wants accelerate).
+    Seeds and forks meet under `name`; without it the setting `model`, else the hub's name or that of the
+    folder, and ``@revision`` where one is given. `planner` (URL), `deadline` (seconds), `rank`, `snapshot`,
+    `exclude` and `on_progress` are as for `rfork.fork`.
+
+    Where nobody holds the weights, or no fork works: the snapshot, the safetensors files beside the config,
+    then `from_pretrained`, which builds the model again once the memory of the first is given back. With the
+    setting `required` only the snapshot. Quantised models are not forked: `from_pretrained` loads them, they
+    are no seeds, and with `required` they are refused.
+
+    Raises NothingLeft when nothing worked, ModelError where there is no such model or transformers cannot
+    load it.
+    """
+    chosen = settings_of(settings, planner=planner, deadline_s=deadline)
+    blueprint = Blueprint.of(
+        source,
+        revision=revision,
+        model_class=model_class,
+        dtype=dtype,
+        device=device,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+    )
+    try:
+        model = blueprint.empty()
+    except ModelError as error:
+        return _unforked(blueprint, chosen, error)
+    last = _Last(blueprint)
+    try:
+        report = run_fork(
+            model,
+            model=name or chosen.model or meeting_name(source, revision),
+            rank=rank,
+            snapshot=snapshot,
+            ways=[] if chosen.required else _ways(blueprint, model, last),
+            exclude=exclude,
+            settings=chosen,
+            on_progress=on_progress,
+        )
+    except UnsupportedTensor as error:
+        del model
+        return _unforked(blueprint, chosen, error)
+    model = last.model or model
+    _keep(model, report)
+    return model
+
+
+def report_of(model: nn.Module) -> ForkReport | None:
+    """How a model of `fork_pretrained` got its weights, and the seed that gives them; None of any other."""
+    held = vars(model).get(ATTRIBUTE)
+    return held.report if isinstance(held, _Forked) else None
+
+
+def meeting_name(source: str | Path, revision: str | None = None) -> str:
+    """The name seeds and forks of a model meet under: the hub's, or the last part of the folder's."""
+    folder = Path(source)
+    named = folder.resolve().name if isinstance(source, Path) or folder.is_dir() else source
+    return f"{named}@{revision}" if revision is not None else named
+
+
+def _unforked(blueprint: Blueprint, settings: Settings, error: RforkError) -> PreTrainedModel:
+    """What cannot be forked is loaded, unless it must not be."""
+    if settings.required:
+        raise error
+    log.warning("not forked: transformers loads it", model=blueprint.source, because=str(error))
+    return blueprint.loaded()
+
+
+class _Last:
+    """The last way: `from_pretrained`, and the model that it built."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        self.model: PreTrainedModel | None = None
+        self._blueprint = blueprint
+
+    def load(self) -> nn.Module:
+        """Build and load it."""
+        self.model = self._blueprint.loaded()
+        return self.model
+
+    def check(self) -> None:
+        """What can be known of it without a call to the hub was looked at before."""
+
+
+def _ways(blueprint: Blueprint, model: PreTrainedModel, last: _Last) -> list[Fallback]:
+    if not blueprint.loadable:
+        return []
+    ways = [engine_fallback(last.load, last.check)]
+    if any(blueprint.folder.glob(SAFETENSORS)) and blueprint.as_stored(model):
+        ways.insert(0, checkpoint_fallback(blueprint.folder, options.load(StorageSettings)))
+    return ways
+
+
+class _Forked:
+    """What hangs on a model. A copy of the model was not forked, and is no seed."""
+
+    def __init__(self, report: ForkReport | None = None) -> None:
+        self.report = report
+
+    def __reduce__(self) -> tuple[type[_Forked], tuple[()]]:
+        return _Forked, ()
+
+
+def _keep(model: nn.Module, report: ForkReport) -> None:
+    """Have the seed end with the model, and with the process."""
+    setattr(model, ATTRIBUTE, _Forked(report))
+    seed = report.seed
+    if seed is None:
+        return
+    atexit.register(seed.close)
+    weakref.finalize(model, _part, seed).atexit = False
+
+
+def _part(seed: Seed) -> None:
+    """The model is gone. This may run on any thread, within any call: another one closes the seed."""
+    atexit.unregister(seed.close)
+    threading.Thread(target=seed.close, name="rfork-close", daemon=True).start()

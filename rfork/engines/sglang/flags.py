@@ -1,0 +1,134 @@
+"""`--rfork-*` of SGLang's launcher, made of `rfork.settings.Settings`: its processes get them as RFORK_*."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import Final, NoReturn
+from uuid import uuid4
+
+from rfork import settings as options
+from rfork.engines import flags as common
+from rfork.engines.flags import variable as variable
+from rfork.engines.sglang import points
+from rfork.engines.sglang.plugin import LOAD_FORMAT, TESTED
+from rfork.errors import SettingsError
+from rfork.settings import Settings
+
+log = logging.getLogger(__name__)
+
+NOT_FLAGS: Final = common.NOT_FLAGS | {"replica"}
+"""Replicas are named here."""
+UNSUPPORTED: Final = {
+    "weight_cache_mode": "off",
+    "cpu_offload_gb": 0,
+    "offload_group_size": -1,
+    "ple_offload_embedding": None,
+    "dwdp_size": 1,
+    "enable_eplb": False,
+    "elastic_ep_backend": None,
+    "enable_elastic_expert_backup": False,
+    "enable_paged_experts": False,
+    "kt_weight_path": None,
+    "startup_weight_load_mode": "serial",
+    "encoder_only": False,
+    "use_ray": False,
+}
+"""What moves weights about, or makes processes, in ways rfork does not follow; and what it is when off."""
+Value = str | int | float | bool | None
+
+
+class _Because(argparse.Action):
+    """A flag that cannot be used."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        _end(f"{self.option_strings[0]}: {(self.help or '').replace('%%', '%')}")
+
+
+def add(parser: argparse.ArgumentParser, *, why_not: str = "") -> None:
+    """Add the flags as a group of their own. With `why_not`, each ends the launch and says so."""
+    group = parser.add_argument_group(
+        "rfork", f"Weights from instances that run already; each flag implies --load-format {LOAD_FORMAT}."
+    )
+    if not why_not:
+        common.add(group, lambda name: [f"--rfork-{name}"], NOT_FLAGS)
+        return
+    for name, _ in common.fields(NOT_FLAGS):
+        told = why_not.replace("%", "%%")
+        group.add_argument(_flag(name), nargs="?", action=_Because, dest=argparse.SUPPRESS, help=told)
+
+
+def take(given: argparse.Namespace) -> None:
+    """Put what was given where the server's processes look, and check all of it, before any of them starts.
+
+    Ends the launch with exit code 2 and one line where something is wrong.
+    """
+    flags = common.given(given, NOT_FLAGS)
+    if flags and given.load_format not in ("auto", LOAD_FORMAT):
+        _end(f"--rfork-* goes with --load-format {LOAD_FORMAT}, not with {given.load_format}")
+    if not flags and given.load_format != LOAD_FORMAT:
+        if os.environ.get(variable("planner")):
+            log.warning(
+                "RFORK_PLANNER is set, but the load format is %s: rfork does nothing; give --load-format %s",
+                given.load_format,
+                LOAD_FORMAT,
+            )
+        return
+    given.load_format = LOAD_FORMAT
+    os.environ.update(flags)
+    os.environ.setdefault(variable("replica"), f"sglang-{uuid4().hex[:12]}")
+    try:
+        settings = options.load(Settings)
+        settings.tls  # noqa: B018  # its files are settings, too
+    except SettingsError as error:
+        _end(_by_flag(str(error), flags))
+    if why := refusal(vars(given)) or _foreign(str(given.model_path)):
+        _end(why)
+    if moved := points.moved((*points.LAUNCHING, *points.SCHEDULING)):
+        _end(points.told(moved, TESTED))
+    if settings.planner is not None:
+        from rfork.engines.sglang import leaving
+
+        leaving.install(settings)
+
+
+def refusal(given: Mapping[str, Value]) -> str | None:
+    """Why a server that is told this cannot be forked; None where it can."""
+    for name, off in UNSUPPORTED.items():
+        if (value := given.get(name, off)) != off and (value or off):
+            return f"--{name.replace('_', '-')} does not go with --load-format {LOAD_FORMAT}"
+    return None
+
+
+def _foreign(model: str) -> str | None:
+    """Why SGLang would not ask the load format that it is given for such a model."""
+    from sglang.srt.utils.common import is_remote_url
+    from sglang.srt.utils.hf_transformers_utils import check_gguf_file
+    from sglang.srt.utils.runai_utils import is_runai_obj_uri
+
+    if is_runai_obj_uri(model) or is_remote_url(model):
+        return f"--model-path: {model} is storage: give a folder or a name, and storage as --rfork-snapshot"
+    if check_gguf_file(model):
+        return f"--model-path: GGUF files have a load format of their own, and are not forked ({model})"
+    return None
+
+
+def _flag(name: str) -> str:
+    return f"--rfork-{name.replace('_', '-')}"
+
+
+def _by_flag(message: str, flags: Mapping[str, str]) -> str:
+    """The message, under the name that the user gave the option by."""
+    named, colon, rest = message.partition(":")
+    for name, _ in common.fields(NOT_FLAGS):
+        if variable(name) == named and named in flags:
+            return f"{_flag(name)}{colon}{rest}"
+    return message
+
+
+def _end(why: str) -> NoReturn:
+    sys.stderr.write(f"sglang: error: {why}\n")
+    raise SystemExit(2)

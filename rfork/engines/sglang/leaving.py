@@ -1,0 +1,76 @@
+"""What a server does about its instances when it is told to end: in the launcher's process, on SIGTERM.
+
+SGLang first answers the requests that it has, then asks its schedulers to end. Meanwhile they take no new
+readers; those there are may finish before the schedulers are asked.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from rfork.control.client import PlannerClient
+from rfork.control.draining import drain_replica
+from rfork.engines.sglang import points
+from rfork.engines.sglang.plugin import SOURCE
+from rfork.errors import NetworkError
+from rfork.logs import logger
+from rfork.settings import Settings
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import SignalHandler, TokenizerManager
+
+log = logger(__name__)
+
+
+def install(settings: Settings) -> None:
+    """Hook this process's SGLang."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    leaving = Leaving(settings)
+    source = HookSource(*SOURCE)
+    HookRegistry.register(points.ON_SIGTERM, leaving.on_sigterm, HookType.AFTER, source=source)
+    HookRegistry.register(points.DISPATCH, leaving.before_dispatch, HookType.BEFORE, source=source)
+    HookRegistry.apply_hooks()
+
+
+class Leaving:
+    """Drains the instances of one server by way of the planner; only once, and never for long."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._drained = threading.Event()
+        self._until: float | None = None
+
+    def on_sigterm(self, _: None, handler: SignalHandler, *more: object, **named: object) -> None:
+        """On the server's event loop: what takes time is done on a thread."""
+        if self._until is None:
+            self._until = time.monotonic() + self._settings.drain_s
+            threading.Thread(target=self._drain, name="rfork-drain", daemon=True).start()
+
+    def before_dispatch(self, manager: TokenizerManager, obj: object) -> None:
+        """The schedulers are about to be asked to end: no request is left, and nothing else is to do."""
+        from sglang.srt.managers.io_struct import ShutdownReq
+
+        if isinstance(obj, ShutdownReq) and self._until is not None:
+            self._drained.wait(max(self._until - time.monotonic(), 0.0))
+
+    def _drain(self) -> None:
+        try:
+            with self._client() as client:
+                for one in drain_replica(
+                    client, str(self._settings.replica), wait_s=self._settings.drain_s, force=True
+                ):
+                    log.info("drained", instance=one.instance_id, because=one.reason)
+        except NetworkError as error:
+            log.info("the planner was not told that the server ends", because=str(error))
+        finally:
+            self._drained.set()
+
+    def _client(self) -> PlannerClient:
+        chosen = self._settings
+        token = chosen.token.get_secret_value() if chosen.token is not None else None
+        return PlannerClient(
+            chosen.planner or "", token=token, tls=chosen.tls, timeout_s=chosen.planner_timeout_s
+        )

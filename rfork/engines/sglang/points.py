@@ -1,0 +1,118 @@
+"""Which functions of SGLang the plug-in hooks or calls, and whether they are as it knows them."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One function, by its dotted path, and parameters that it must have, by name."""
+
+    path: str
+    parameters: tuple[str, ...] = ()
+
+
+ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
+FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
+VERIFY_LOAD_FORMAT = "sglang.srt.configs.load_config.LoadConfig._verify_load_format"
+
+WEIGHTS = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+FROM_DISK = f"{WEIGHTS}.update_weights_from_disk"
+FROM_IPC = f"{WEIGHTS}.update_weights_from_ipc"
+FROM_TENSOR = f"{WEIGHTS}.update_weights_from_tensor"
+FROM_DISTRIBUTED = f"{WEIGHTS}.load_weights_from_distributed"
+BEGIN_UPDATE = f"{WEIGHTS}.begin_weight_update"
+END_UPDATE = f"{WEIGHTS}.end_weight_update"
+MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+RELEASE_MEMORY = f"{MANAGER}.release_memory_occupation"
+RESUME_MEMORY = f"{MANAGER}.resume_memory_occupation"
+
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+RUN_BATCH = f"{SCHEDULER}.run_batch"
+PROCESS_RESULT = f"{SCHEDULER}.process_batch_result"
+RUN_LOOP = f"{SCHEDULER}.run_event_loop"
+RELEASE_HOST = f"{SCHEDULER}.release_host_resources"
+
+TOKENIZER = "sglang.srt.managers.tokenizer_manager"
+ON_SIGTERM = f"{TOKENIZER}.SignalHandler.sigterm_handler"
+DISPATCH = f"{TOKENIZER}.TokenizerManager._dispatch_to_scheduler"
+
+EARLY = (
+    Point("sglang.srt.plugins.hook_registry.HookRegistry.register", ("target", "hook", "source")),
+    Point("sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks"),
+    Point("sglang.srt.arg_groups.choices.add_load_format_choices"),
+    Point(ADD_CLI_ARGS, ("parser",)),
+    Point(FROM_CLI_ARGS, ("args",)),
+    Point(VERIFY_LOAD_FORMAT, ("self",)),
+)
+"""What `register` needs: in modules that SGLang has imported by then."""
+LOADER = "sglang.srt.model_loader.loader"
+SCHEDULING = (
+    Point(f"{LOADER}.get_model_loader", ("load_config", "model_config")),
+    Point(f"{LOADER}.BaseModelLoader.load_model", ("self", "model_config", "device_config")),
+    Point(f"{LOADER}.DefaultModelLoader.load_model", ("self", "model_config", "device_config")),
+    Point(f"{LOADER}._modules_with_quant_method", ("model",)),
+    Point(f"{LOADER}.device_loading_context", ("module", "target_device")),
+    Point(f"{LOADER}._get_quantization_config", ("model_config", "load_config")),
+    Point(f"{LOADER}._initialize_model", ("model_config", "load_config", "quant_config")),
+    Point(f"{LOADER}.post_load_weights", ("model",)),
+    Point(f"{LOADER}.set_default_torch_dtype", ("dtype",)),
+    Point("sglang.srt.model_loader.weight_utils.initialize_dummy_weights", ("model",)),
+    Point("sglang.srt.layers.rotary_embedding.factory._ROPE_DICT"),
+    Point("sglang.srt.arg_groups.model_path_hook.is_mistral_native_format", ("server_args",)),
+    Point("sglang.srt.utils.common.reserve_rope_cache_for_long_sequences", ("model", "model_config")),
+    Point(FROM_DISK, ("self", "model_path", "load_format")),
+    Point(FROM_IPC, ("self", "recv_req")),
+    Point(FROM_TENSOR, ("self", "named_tensors")),
+    Point(FROM_DISTRIBUTED, ("self", "named_tensors")),
+    Point(BEGIN_UPDATE, ("self",)),
+    Point(END_UPDATE, ("self", "run_post_load")),
+    Point(f"{MANAGER}._select_runners", ("self", "selector")),
+    Point(RELEASE_MEMORY, ("self", "recv_req")),
+    Point(RESUME_MEMORY, ("self", "recv_req")),
+    Point(RUN_BATCH, ("self", "batch")),
+    Point(PROCESS_RESULT, ("self", "batch", "result")),
+    Point(RUN_LOOP, ("self",)),
+    Point(RELEASE_HOST, ("self",)),
+)
+"""What is hooked in schedulers, and what the loader calls there."""
+LAUNCHING = (
+    Point(ON_SIGTERM, ("self",)),
+    Point(DISPATCH, ("self",)),
+)
+"""What is hooked in the launcher."""
+
+Moved = Sequence[tuple[Point, str]]
+
+
+def moved(points: Iterable[Point]) -> Moved:
+    """The points that are not as they were, each with what is wrong; imports their modules."""
+    return [(point, wrong) for point in points if (wrong := _wrong(point))]
+
+
+def told(moved: Moved, tested: Sequence[str]) -> str:
+    """One line for users."""
+    from importlib.metadata import version
+
+    what = "; ".join(f"{point.path} {wrong}" for point, wrong in moved)
+    return f"SGLang {version('sglang')} is not as rfork knows it (tested: {', '.join(tested)}): {what}"
+
+
+def _wrong(point: Point) -> str:
+    try:
+        found = pkgutil.resolve_name(point.path)
+    except (ImportError, AttributeError) as error:
+        return f"is gone ({error})"
+    if not point.parameters:
+        return ""
+    try:
+        has = inspect.signature(found).parameters
+    except (TypeError, ValueError) as error:
+        return f"cannot be looked at ({error})"
+    # A classmethod has no first parameter any more, and a hook of another plug-in may take anything.
+    missing = [name for name in point.parameters if name not in has]
+    return f"has no parameter {', '.join(missing)}" if missing else ""

@@ -1,0 +1,97 @@
+"""Which model and which rank of it one of SGLang's schedulers holds, by SGLang's own state."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rfork.engines.bring_up import Subject
+from rfork.settings import Settings
+from rfork.wire import Rank
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+
+HUB_FOLDER = re.compile(r"/models--(?P<name>[^/]+)/snapshots/(?P<revision>[^/]+)/?$")
+PACKAGES = ("sglang",)
+
+
+def subject_of(
+    model_config: ModelConfig, load_config: LoadConfig, device_config: DeviceConfig, settings: Settings
+) -> Subject:
+    """What this process's model is called, its rank, and what must be equal on both sides of a fork."""
+    from sglang.srt.runtime_context import get_model, get_serving
+
+    path, revision = str(model_config.model_path), getattr(model_config, "revision", None)
+    served = None if model_config.is_draft_model else get_serving().served_model_name
+    if served == get_model().model_path:
+        served = None
+    name = settings.model or served or model_name(path, revision)
+    if (place := load_config.draft_model_idx) is not None:
+        name = f"{name}#{place}"  # several drafts in one process, each of another layer
+    return Subject(
+        name, _rank(draft=model_config.is_draft_model), _facts(model_config, device_config), PACKAGES
+    )
+
+
+def model_name(path: str, revision: str | None) -> str:
+    """The name that a model goes by: its hub's, or that of its folder; and the revision that was given."""
+    if found := HUB_FOLDER.search(path):
+        return f"{found['name'].replace('--', '/')}@{found['revision']}"
+    name = (Path(path).resolve().name if Path(path).is_dir() else path) or path
+    return f"{name}@{revision}" if revision else name
+
+
+def _rank(*, draft: bool) -> Rank:
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return Rank(
+        tp=parallel.tp_rank,
+        tp_size=parallel.tp_size,
+        pp=parallel.pp_rank,
+        pp_size=parallel.pp_size,
+        ep=parallel.moe_ep_rank,
+        ep_size=parallel.moe_ep_size,
+        dp=(parallel.attn_dp_rank if parallel.attn_dp_size > 1 else parallel.dp_rank) or 0,
+        role="draft" if draft else "target",
+    )
+
+
+def _facts(model_config: ModelConfig, device_config: DeviceConfig) -> tuple[str, ...]:
+    from sglang.srt.runtime_context import get_exec, get_parallel
+
+    parallel, exec_ = get_parallel(), get_exec()
+    return (
+        f"engine sglang {version('sglang')}",
+        f"model {type_name(model_config)}",
+        f"device {_device(torch.device(device_config.device))}",
+        f"dtype {str(model_config.dtype).removeprefix('torch.')}",
+        f"quantization {model_config.quantization or 'none'}",
+        f"parallel attention tp {parallel.attn_tp_size} cp {parallel.attn_cp_size}, "
+        f"experts dp {parallel.moe_dp_size}",
+        f"experts {exec_.moe.init_expert_location}, {exec_.moe.ep_num_redundant_experts} redundant, "
+        f"by {exec_.moe.moe_runner_backend}",
+        f"attention {exec_.kernel.attention_backend}",
+    )
+
+
+def type_name(model_config: ModelConfig) -> str:
+    """The class that SGLang serves the model by."""
+    from sglang.srt.model_loader.utils import get_model_architecture
+
+    return str(get_model_architecture(model_config)[0].__name__)
+
+
+def _device(device: torch.device) -> str:
+    """The kind of device: kernels, and the layouts they want, are chosen by it."""
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{'rocm' if torch.version.hip else 'cuda'} {major}.{minor}"

@@ -1,0 +1,228 @@
+"""The seed's side: an engine's ranks as instances at the planner, for as long as the engine is healthy.
+
+A thread looks at the engine; each rank has a heartbeat of its own. What is given to whom: the info of a
+rank, to other sidecars, under a lease that the planner signed for this rank. The info alone is under that
+lease: the memory that it tells of is open to whoever reaches the engine's TransferEngine.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from rfork.control.client import PlannerClient
+from rfork.control.heartbeat import Heartbeat
+from rfork.control.lease import decode_key, verify
+from rfork.engines.stock_sglang.engine import Description, StockEngine, Version, WeightInfo
+from rfork.engines.stock_sglang.identity import instance_id, seed_report, weights_id
+from rfork.errors import LeaseRefused, NetworkError, RforkError, SettingsError, SourceChanged, SourceGone
+from rfork.logs import logger
+from rfork.settings import Settings
+from rfork.wire import InstanceAck, InstanceReport
+
+LEEWAY_S: Final = 5.0
+"""Seconds that the planner's clock may be ahead of this one's."""
+DRAIN_LOOK_S: Final = 0.5
+LAST_LOOK_S: Final = 2.0
+"""Seconds that a stop waits for a look under way."""
+
+log = logger("rfork.sidecar.seed")
+
+
+class _Rank:
+    """One rank at the planner, and what signs the leases on it."""
+
+    def __init__(self, planner: PlannerClient, rank: int, report: InstanceReport) -> None:
+        self.rank = rank
+        self.report = report
+        self.keys: tuple[bytes, ...] = ()
+        self.heartbeat = Heartbeat(planner, lambda: self.report, self._learn)
+
+    def _learn(self, ack: InstanceAck) -> None:
+        self.keys = tuple(decode_key(key) for key in ack.lease_keys)
+
+
+class Publisher:
+    """Looks at one engine each `look_s` seconds, and keeps the planner told of its ranks.
+
+    `address` says host:port at which other sidecars ask `give`. Thread-safe; `stop` ends it.
+    """
+
+    def __init__(
+        self, engine: StockEngine, planner: PlannerClient, settings: Settings, *, model: str | None,
+        address: Callable[[], str], look_s: float,
+    ) -> None:  # fmt: skip
+        self._engine = engine
+        self._planner = planner
+        self._settings = settings
+        self._model = model
+        self._address = address
+        self._look_s = look_s
+        self._first: Version | None = None
+        self._last: Version | None = None
+        self._published = False
+        self._generation = 0
+        self._ranks: dict[str, _Rank] = {}
+        self._up = self._came_up = self._draining = self._doubted = False
+        self._told = ""
+        self._changing = threading.Lock()
+        self._wake, self._stopping = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rfork-sidecar-look", daemon=True)
+
+    @property
+    def engine_up(self) -> bool:
+        """Whether the engine was healthy at the last look."""
+        return self._up
+
+    def start(self) -> None:
+        """Look at the engine at once, and go on."""
+        self._thread.start()
+
+    def look(self) -> None:
+        """One look: publish what is healthy and new, unpublish what is gone. Raises nothing of rfork's."""
+        self._up = self._engine.healthy()
+        self._came_up = self._came_up or self._up
+        why = ""
+        try:
+            if not self._up:
+                raise SourceGone(f"engine {self._engine.url} is not healthy")
+            self._publish()
+        except RforkError as error:
+            self._unpublish()
+            why = f"{error}; {error.hint}" if error.hint else str(error)
+        if why and why != self._told:
+            # One that is still coming up is nothing to be warned of.
+            (log.warning if self._came_up else log.info)("engine not published", reason=why)
+        self._told = why
+
+    def give(self, wanted: str, token: str) -> tuple[int, WeightInfo]:
+        """The rank of an instance and where its weights lie, for the holder of a lease on it.
+
+        Raises LeaseRefused; SourceGone or SourceChanged where the engine has no such run of it any more.
+        """
+        known = self._ranks.get(wanted)
+        if known is None:
+            raise SourceGone(f"{wanted} is not given here any more")
+        if not known.keys:
+            raise LeaseRefused("the planner has not answered this seed's heartbeat yet")
+        verify(token, known.keys, source_id=wanted, leeway_s=LEEWAY_S)
+        info = self._engine.info(known.rank)
+        if instance_id(self._settings, known.rank, info) != wanted:
+            self._doubted = True
+            self._wake.set()
+            raise SourceChanged(f"the engine of {wanted} gives other memory by now: it was started again")
+        return known.rank, info
+
+    def drain(self, timeout_s: float) -> bool:
+        """Have no new readers sent here, and wait until the planner knows of none: False where it does."""
+        with self._changing:
+            self._draining = True
+            leaving = dict(self._ranks)
+            for each in leaving.values():
+                each.report = each.report.model_copy(update={"state": "draining"})
+        deadline = time.monotonic() + timeout_s
+        try:
+            for each in leaving.values():
+                self._planner.report(each.report)
+            while any(self._planner.may_exit(name).readers for name in leaving):
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._stopping.wait(min(DRAIN_LOOK_S, left_s))
+        except NetworkError as error:
+            log.warning("not drained", reason=str(error))
+            return False
+        return True
+
+    def stop(self) -> None:
+        """End the looks, and have the planner forget the ranks."""
+        self._stopping.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(LAST_LOOK_S)  # one that waits for an engine that hangs publishes nothing more
+        self._unpublish()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self.look()
+            except Exception:  # the thread's outermost edge: one look that fails must not be the last
+                log.exception("look failed")
+            self._wake.wait(self._look_s)
+            self._wake.clear()
+
+    def _publish(self) -> None:
+        """Publish what may have changed. Only then is all asked for: the engine answers on its own loop."""
+        version = self._engine.version()
+        if self._published and self._last == version and not self._doubted:
+            return
+        self._doubted = False
+        description = self._engine.describe()
+        _check(description)
+        infos = tuple(self._engine.info(rank) for rank in range(description.tp_size))
+        self._first = self._first or version
+        if self._last not in (None, version):
+            self._generation += 1
+            log.warning("weights were updated: readers are told to stop", generation=self._generation)
+        model = self._model or description.served_name
+        self._last, self._published = version, True
+        weights = weights_id(model, self._first, version)
+        self._tell(
+            [
+                seed_report(
+                    self._settings, model=model, rank=rank, description=description, info=info,
+                    weights=weights, generation=self._generation, address=self._address(),
+                )
+                for rank, info in enumerate(infos)
+            ]
+        )  # fmt: skip
+
+    def _tell(self, reports: list[InstanceReport]) -> None:
+        """Make the planner's books say this."""
+        names = {report.instance_id for report in reports}
+        with self._changing:
+            if self._stopping.is_set():
+                return
+            gone = [self._ranks.pop(name) for name in list(self._ranks) if name not in names]
+            for report in reports:
+                if self._draining:
+                    report = report.model_copy(update={"state": "draining"})
+                each = self._ranks.get(report.instance_id)
+                if each is None:
+                    each = self._ranks[report.instance_id] = _Rank(self._planner, report.rank.tp, report)
+                    each.heartbeat.start()
+                else:
+                    each.report = report
+                    each.heartbeat.poke()
+        for each in gone:
+            each.heartbeat.stop(remove=True)
+        log.info(
+            "stock seed published", model=reports[0].model, instances=sorted(names), engine=self._engine.url,
+            image_bytes=sum(report.image_bytes for report in reports), generation=self._generation,
+        )  # fmt: skip
+
+    def _unpublish(self) -> None:
+        self._published = False
+        with self._changing:
+            leaving = dict(self._ranks)
+            self._ranks.clear()
+        for each in leaving.values():
+            each.heartbeat.stop(remove=True)
+        if leaving:
+            log.warning("stock seed unpublished", instances=sorted(leaving), engine=self._engine.url)
+
+
+def _check(description: Description) -> None:
+    """SettingsError for an engine whose info does not say whose weights it is."""
+    if description.pp_size > 1:
+        raise SettingsError(
+            f"the engine has {description.pp_size} pipeline stages: SGLang keys its info by tp_rank alone",
+            hint="use rfork's own plug-in, which tells stages apart",
+        )
+    if description.speculative:
+        raise SettingsError(
+            f"the engine has a draft model ({description.speculative}): its info overwrites the target's",
+            hint="use rfork's own plug-in, which tells target and draft apart",
+        )

@@ -1,0 +1,118 @@
+"""One model's instance while a worker of vLLM's works with it: when its weights may be given."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import nn
+
+from rfork.engines.instance import Instance
+from rfork.logs import logger
+
+log = logger(__name__)
+
+ATTRIBUTE = "rfork_care"
+"""Of the model."""
+
+WORKER_DRAIN_S = 4.0
+"""What a worker may take to end is five seconds (VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS)."""
+
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+
+
+class Care:
+    """Called on the worker's one thread, around what it does to the weights."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self._lost = False
+        """Whether the weights may be anything, until they are updated as a whole."""
+        self._asleep = False
+        self._depth = 0
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around a change of weights in place; of several, one inside the other, the outermost counts.
+
+        When the block raises, the weights may be anything.
+        """
+        self.begin_update()
+        try:
+            yield
+        except BaseException:
+            self.fail_update()
+            raise
+        self.end_update()
+
+    def begin_update(self) -> None:
+        """The weights are about to change. Returns once nobody reads them."""
+        self._depth += 1
+        if self._depth == 1:
+            self.instance.fence()
+
+    def end_update(self) -> None:
+        """They are whole."""
+        self._depth = max(self._depth - 1, 0)
+        if self._depth == 0:
+            self._lost = False
+            self._give()
+
+    def fail_update(self) -> None:
+        """They may be anything."""
+        self._depth = max(self._depth - 1, 0)
+        self._lost = True
+
+    def lose(self) -> None:
+        """The weights are about to be overwritten with something else, until they are updated as a whole."""
+        self._lost = True
+        self.instance.fence()
+
+    def sleep(self, kept: bool) -> None:
+        """Their memory is about to be released; `kept` says whether they come back as they are."""
+        self._asleep = True
+        self._lost = self._lost or not kept
+        self.instance.suspend()
+
+    def wake(self) -> None:
+        """Their memory is back."""
+        self._asleep = False
+        self._give()
+
+    def close(self) -> None:
+        """The worker ends. Who has a name was seen off by whoever gave it one; see `front`."""
+        settings = self.instance.seed.settings
+        self.instance.close(min(settings.drain_s, WORKER_DRAIN_S) if settings.replica is None else 0.0)
+
+    def _give(self) -> None:
+        if not (self._lost or self._asleep or self._depth):
+            self.instance.renew()
+
+
+def look_after(module: nn.Module, instance: Instance) -> Care:
+    """Hang an instance's care on its model, and notice whoever loads weights into the model from then on.
+
+    vLLM's users do so from extensions of their own (in reinforcement learning, say), where no worker's method
+    is called.
+    """
+    care = Care(instance)
+    setattr(module, ATTRIBUTE, care)
+    load: LoadWeights | None = getattr(module, "load_weights", None)
+    if load is not None:
+        vars(module)["load_weights"] = functools.wraps(load)(functools.partial(_load_noticed, care, load))
+    return care
+
+
+def care_of(module: nn.Module | None) -> Care | None:
+    """The care of a model that rfork looks after; None of any other."""
+    found = vars(module).get(ATTRIBUTE) if module is not None else None
+    return found if isinstance(found, Care) else None
+
+
+def _load_noticed(
+    care: Care, load: LoadWeights, weights: Iterable[tuple[str, torch.Tensor]], *rest: object, **named: object
+) -> object:
+    with care.updating():
+        return load(weights, *rest, **named)

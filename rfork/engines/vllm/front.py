@@ -1,0 +1,113 @@
+"""In the process that starts vLLM's engines: one name for all ranks of the server, and their end.
+
+vLLM sends its engines SIGTERM and, unless ``--shutdown-timeout`` says otherwise, SIGKILL right after it: a
+rank has no time to see its readers off. So that is done here, before: on SIGTERM the API server still
+answers while its seeds are drained, for no longer than anybody reads, and the setting `drain_s`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Protocol
+from uuid import uuid4
+
+from rfork.logs import logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from rfork.settings import Settings
+
+log = logger(__name__)
+
+LOAD_FORMAT: Final = "rfork"
+REPLICA: Final = "RFORK_REPLICA"
+"""The variable that tells the engines' processes what their ids begin with."""
+WRAPPED: Final = "rfork_wrapped"
+SETTINGS: Final = "rfork_settings"
+"""Of a manager: the settings of the server whose engines it starts."""
+
+Method = Callable[..., None]
+
+
+class Manager(Protocol):
+    """What is used of vLLM's manager of engines' processes."""
+
+    def finished_procs(self) -> dict[str, int]:
+        """The processes that have ended."""
+        ...
+
+
+def watch_over_servers() -> None:
+    """Wrap the class that starts engines, in a process that has imported it. Again is harmless."""
+    module = sys.modules.get("vllm.v1.engine.utils")
+    manager: Any = getattr(module, "CoreEngineProcManager", None)
+    if manager is None or hasattr(manager.shutdown, WRAPPED):
+        return
+    manager.__init__ = _starting(manager.__init__)
+    manager.shutdown = _stopping(manager.shutdown)
+
+
+def _starting(method: Method) -> Method:
+    @functools.wraps(method)
+    def start(manager: Manager, *args: object, **named: object) -> None:
+        config = named.get("vllm_config") or next((arg for arg in args if hasattr(arg, "load_config")), None)
+        if config is not None:
+            _prepare(manager, config)
+        method(manager, *args, **named)
+
+    return start
+
+
+def _prepare(manager: Manager, config: VllmConfig) -> None:
+    """Name the server, and say now what is wrong with its options. Raises SettingsError."""
+    if config.load_config.load_format != LOAD_FORMAT:
+        return
+    from rfork.engines.vllm.options import log_as_vllm, settings_of
+
+    settings = settings_of(config.load_config)
+    log_as_vllm(settings.log_level)
+    if settings.replica is None:
+        # Its children's, too: that is how they learn it.
+        replica = f"vllm-{uuid4().hex[:12]}"
+        os.environ[REPLICA] = replica
+        settings = settings.model_copy(update={"replica": replica})
+    setattr(manager, SETTINGS, settings)
+
+
+def _stopping(method: Method) -> Method:
+    @functools.wraps(method)
+    def stop(manager: Manager, timeout: float | None = None) -> None:
+        settings: Settings | None = vars(manager).pop(SETTINGS, None)
+        if settings is not None and not manager.finished_procs():
+            see_off(settings)
+        method(manager, timeout)
+
+    setattr(stop, WRAPPED, method)
+    return stop
+
+
+def see_off(settings: Settings) -> None:
+    """Drain all seeds of this server, and wait until nobody reads from them; whatever fails is logged."""
+    from rfork.control.client import PlannerClient
+    from rfork.control.draining import drain_replica
+    from rfork.errors import RforkError
+
+    if settings.planner is None or settings.replica is None:
+        return
+    token = settings.token.get_secret_value() if settings.token is not None else None
+    try:
+        with PlannerClient(
+            settings.planner, token=token, tls=settings.tls, timeout_s=settings.planner_timeout_s
+        ) as planner:
+            ended = drain_replica(planner, settings.replica, wait_s=settings.drain_s, force=True)
+            for each in ended:
+                log.info("drained", instance_id=each.instance_id, because=each.reason)
+                planner.remove(each.instance_id)  # they have no time to say so themselves
+    except RforkError as error:
+        log.warning("the seeds of this server are not drained", because=str(error))
+    else:
+        log.info("seeds drained", seeds=len(ended), in_use=sum(not each.may_exit for each in ended))

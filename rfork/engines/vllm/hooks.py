@@ -1,0 +1,187 @@
+"""Where vLLM's worker works with its weights, changes them, or puts them away: what the seed is told.
+
+Runs in a worker: methods of its class are wrapped once a model is loaded by rfork. vLLM's own extension
+points do not reach so far: a worker extension class may not override a method, and a worker class of one's
+own would have to be named beside the load format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from torch import nn
+
+from rfork.engines.vllm.care import Care, care_of
+
+WRAPPED: Final = "rfork_wrapped"
+"""Of a method: what it wraps."""
+TARGET: Final = "rfork_target"
+"""Of a worker: the care of its model, once it has worked."""
+
+
+class Worker(Protocol):
+    """What is used of vLLM's worker."""
+
+    def get_model(self) -> nn.Module:
+        """The model that it serves."""
+        ...
+
+    def get_draft_model(self) -> nn.Module | None:
+        """The speculative draft."""
+        ...
+
+
+Method = Callable[..., object]
+
+
+def install(worker_class: type) -> None:
+    """Wrap the methods of vLLM's worker class. Again is harmless."""
+    for name, wrapper in WRAPPERS.items():
+        method: Method = getattr(worker_class, name)
+        if not hasattr(method, WRAPPED):
+            wrapped = _wrapped(method, wrapper)
+            setattr(wrapped, WRAPPED, method)
+            setattr(worker_class, name, wrapped)
+
+
+def _wrapped(method: Method, wrapper: Method) -> Method:
+    @functools.wraps(method)
+    def call(worker: Worker, *args: object, **named: object) -> object:
+        return wrapper(method, worker, *args, **named)
+
+    return call
+
+
+def _cares(worker: Worker) -> list[Care]:
+    """Of the model and its draft; none before they are loaded."""
+    if getattr(worker, "model_runner", None) is None:
+        return []
+    found: list[Care] = []
+    for get in (worker.get_model, worker.get_draft_model):
+        with contextlib.suppress(AttributeError):  # of a runner that has no model, or never has a draft
+            if (care := care_of(get())) is not None:
+                found.append(care)
+    return found
+
+
+def _execute_model(method: Method, worker: Worker, *args: object, **named: object) -> object:
+    state = vars(worker)
+    try:
+        care = state[TARGET]
+    except KeyError:
+        care = state[TARGET] = care_of(worker.get_model())
+    if care is None:
+        return method(worker, *args, **named)
+    with care.instance.serving():
+        return method(worker, *args, **named)
+
+
+def _sleep(method: Method, worker: Worker, level: int = 1) -> object:
+    for care in _cares(worker):
+        care.sleep(kept=level == 1)
+    return method(worker, level)
+
+
+def _wake_up(method: Method, worker: Worker, tags: list[str] | None = None) -> object:
+    result = method(worker, tags)
+    if tags is None or "weights" in tags:
+        for care in _cares(worker):
+            care.wake()
+    return result
+
+
+def _discard(method: Method, worker: Worker, tags: tuple[str, ...]) -> object:
+    if "weights" in tags:
+        for care in _cares(worker):
+            care.sleep(kept=False)
+    return method(worker, tags)
+
+
+def _reset(method: Method, worker: Worker) -> object:
+    if (care := _of_target(worker)) is not None:
+        care.lose()
+    return method(worker)
+
+
+def _whole_update(method: Method, worker: Worker, *args: object, **named: object) -> object:
+    """An update of the model (not of its draft) that is done when the method returns."""
+    care = _of_target(worker)
+    with care.updating() if care is not None else contextlib.nullcontext():
+        return method(worker, *args, **named)
+
+
+def _start(method: Method, worker: Worker) -> object:
+    return _begin(method, worker, _of_target(worker))
+
+
+def _start_draft(method: Method, worker: Worker) -> object:
+    return _begin(method, worker, care_of(worker.get_draft_model()))
+
+
+def _begin(method: Method, worker: Worker, care: Care | None) -> object:
+    if care is None or getattr(worker, "_weight_update_active", False):
+        return method(worker)  # which raises, of a second one
+    care.begin_update()
+    try:
+        return method(worker)
+    except BaseException:
+        care.fail_update()
+        raise
+
+
+def _update(method: Method, worker: Worker, *args: object, **named: object) -> object:
+    active, care = getattr(worker, "_weight_update_active", False), _updated(worker)
+    try:
+        return method(worker, *args, **named)
+    except BaseException:
+        if active and care is not None:
+            care.fail_update()
+        raise
+
+
+def _finish(method: Method, worker: Worker) -> object:
+    active, care = getattr(worker, "_weight_update_active", False), _updated(worker)
+    if not active or care is None:
+        return method(worker)
+    try:
+        result = method(worker)
+    except BaseException:
+        care.fail_update()
+        raise
+    care.end_update()
+    return result
+
+
+def _shutdown(method: Method, worker: Worker) -> object:
+    for care in _cares(worker):
+        care.close()
+    return method(worker)
+
+
+def _of_target(worker: Worker) -> Care | None:
+    return care_of(worker.get_model())
+
+
+def _updated(worker: Worker) -> Care | None:
+    """The care of the model that the update under way is of."""
+    if getattr(worker, "_weight_update_is_draft", False):
+        return care_of(worker.get_draft_model())
+    return _of_target(worker)
+
+
+WRAPPERS: Final[dict[str, Method]] = {
+    "execute_model": _execute_model,
+    "sleep": _sleep,
+    "wake_up": _wake_up,
+    "discard": _discard,
+    "reset_weights": _reset,
+    "reload_weights": _whole_update,
+    "start_weight_update": _start,
+    "start_draft_weight_update": _start_draft,
+    "update_weights": _update,
+    "finish_weight_update": _finish,
+    "shutdown": _shutdown,
+}

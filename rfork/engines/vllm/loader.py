@@ -1,0 +1,86 @@
+"""vLLM's load format ``rfork``: a model is forked from a running server, or loaded as ever; then a seed.
+
+Runs in each worker of vLLM. Until it returns, the server is not healthy: vLLM loads before it listens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from vllm import __version__
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from rfork.engines.vllm import points
+from rfork.engines.vllm.options import log_as_vllm, settings_of
+from rfork.errors import ForkFailed
+from rfork.logs import logger
+
+log = logger(__name__)
+
+
+class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no types
+    """See the module. Raises HooksMoved where this vLLM is made otherwise, SettingsError for bad options."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        points.check(__version__)
+        self.settings = settings_of(load_config)
+        log_as_vllm(self.settings.log_level)
+
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
+        """The model with its weights, ready to serve; vLLM calls it once for each model in the process."""
+        # Only here, in a process that loads: the plug-in is imported in all of vLLM's.
+        from rfork.engines.bring_up import bring_up
+        from rfork.engines.instance import instance_of
+        from rfork.engines.vllm import refusing
+        from rfork.engines.vllm.building import VllmEngine, keep_weights_on_cpu
+        from rfork.engines.vllm.care import look_after
+        from rfork.engines.vllm.hooks import install
+        from rfork.engines.vllm.ranks import subject_of
+
+        engine = VllmEngine(self.load_config, vllm_config, model_config, prefix)
+        if why := refusing.reason(vllm_config, model_config):
+            if self.settings.required:
+                raise ForkFailed(f"this server cannot be forked: {why}", hint="unset RFORK_REQUIRED")
+            log.warning("not forked, and not a seed: vLLM loads its weights by itself", because=why)
+            return engine.load()
+        install(worker_class())
+        forks = self.settings.planner is not None
+        if forks and torch.device(vllm_config.device_config.device).type == "cpu":
+            keep_weights_on_cpu()
+        module = bring_up(engine, subject_of(vllm_config, model_config, self.settings), self.settings)
+        if not engine.loaded:
+            engine.rebuild(module)
+        if (instance := instance_of(module)) is not None:
+            look_after(module, instance)
+        return module
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """As vLLM's own loader: a fork needs no download."""
+        self._default().download_model(model_config)
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """From the checkpoint, into a model that was not processed yet."""
+        self._default().load_weights(model, model_config)
+
+    def get_all_weights(
+        self, model_config: ModelConfig, model: nn.Module
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The checkpoint's tensors: what vLLM reloads weights in place from."""
+        yield from self._default().get_all_weights(model_config, model)
+
+    def _default(self) -> BaseModelLoader:
+        from rfork.engines.vllm.building import default_loader
+
+        return default_loader(self.load_config)
+
+
+def worker_class() -> type:
+    """The class whose methods vLLM's workers run."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    found: type = Worker
+    return found

@@ -1,0 +1,99 @@
+"""Which rank of which model a vLLM worker loads, and what must be equal on both sides of a fork.
+
+Runs in a worker, whose process groups are there.
+"""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from typing import Any, Final
+
+import torch
+from vllm import __version__
+from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed import parallel_state
+
+from rfork.engines.bring_up import Subject
+from rfork.engines.vllm.naming import model_name
+from rfork.settings import Settings
+from rfork.wire import Rank
+
+PACKAGES: Final = ("vllm",)
+NO_WEIGHTS: Final = ("*.kv_cache", "*.kv_cache.*", "*.cos_sin_cache", "*.cos_sin_cache_bf16")
+"""KV caches; and rotary tables, which each server computes itself and widens or casts while it serves."""
+
+
+def subject_of(vllm_config: VllmConfig, model_config: ModelConfig, settings: Settings) -> Subject:
+    """What this worker brings up with these two configurations."""
+    draft = is_draft(vllm_config, model_config)
+    return Subject(
+        model=model_name(model_config.model, model_config.revision, settings.model, draft),
+        rank=rank_of(vllm_config, model_config, draft),
+        facts=facts_of(vllm_config, model_config),
+        packages=PACKAGES,
+        exclude=NO_WEIGHTS,
+    )
+
+
+def is_draft(vllm_config: VllmConfig, model_config: ModelConfig) -> bool:
+    """Whether the model is the speculative draft of the server's own."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and model_config is speculative.draft_model_config
+
+
+def rank_of(vllm_config: VllmConfig, model_config: ModelConfig, draft: bool) -> Rank:
+    """Where this worker stands, by vLLM's own process groups.
+
+    The experts of a model are parted over the group of expert parallelism with and without it: over all
+    tensor ranks of all data-parallel ranks.
+    """
+    tensor, pipeline = parallel_state.get_tp_group(), parallel_state.get_pp_group()
+    experts = parallel_state.get_ep_group() if model_config.is_moe else None
+    return Rank(
+        tp=tensor.rank_in_group,
+        tp_size=tensor.world_size,
+        pp=pipeline.rank_in_group,
+        pp_size=pipeline.world_size,
+        ep=experts.rank_in_group if experts is not None else 0,
+        ep_size=experts.world_size if experts is not None else 1,
+        dp=vllm_config.parallel_config.data_parallel_index,
+        role="draft" if draft else "target",
+    )
+
+
+def facts_of(vllm_config: VllmConfig, model_config: ModelConfig) -> tuple[str, ...]:
+    """What gives the bytes of a model their meaning beside its shapes; see `rfork.image.marks`."""
+    parallel = vllm_config.parallel_config
+    facts = [
+        f"engine vllm {__version__.partition('+')[0]}",
+        f"device {device_kind(vllm_config)}",
+        f"dtype {str(model_config.dtype).removeprefix('torch.')}",
+        f"quantisation {quantisation(model_config)}",
+        f"kv_cache {vllm_config.cache_config.cache_dtype}",
+    ]
+    if model_config.is_moe:
+        expert = "expert" if parallel.enable_expert_parallel else "tensor"
+        facts.append(f"experts {expert} parallel, {parallel.expert_placement_strategy}")
+    return tuple(facts)
+
+
+def device_kind(vllm_config: VllmConfig) -> str:
+    """``cpu``, or the kind of GPU: ``sm_90``."""
+    device = torch.device(vllm_config.device_config.device)
+    if device.type != "cuda":
+        return str(device.type)
+    properties = torch.cuda.get_device_properties(device)
+    return str(getattr(properties, "gcnArchName", "")) or f"sm_{properties.major}{properties.minor}"
+
+
+def quantisation(model_config: ModelConfig) -> str:
+    """The method, and a digest of how it is configured."""
+    if model_config.quantization is None:
+        return "none"
+    told: list[Any] = [
+        getattr(model_config.hf_config, "quantization_config", None),
+        getattr(model_config, "quantization_config", None),
+    ]
+    digest = sha256(json.dumps(told, sort_keys=True, default=repr).encode()).hexdigest()[:12]
+    return f"{model_config.quantization} {digest}"

@@ -1,0 +1,123 @@
+"""Real engine servers for tests: stock vLLM and SGLang, each in its own venv, watched and never left behind.
+
+A server is a context manager that starts at once and does not wait::
+
+    with VllmServer(folder, log=tmp_path / "seed.log") as seed:
+        seed.wait_ready()
+        assert "Paris" in seed.complete("The capital of France is", 8).text
+
+The venvs are those of ``make test-engines``, or what RFORK_TEST_VLLM_PYTHON and RFORK_TEST_SGLANG_PYTHON
+name; without its venv, a test that builds a server is skipped, loudly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from tests.engines.server import Body as Body
+from tests.engines.server import Completion as Completion
+from tests.engines.server import EngineServer as EngineServer
+from tests.engines.server import ServerDied as ServerDied
+from tests.engines.server import engine_python as engine_python
+from tests.engines.server import free_port as free_port
+from tests.engines.server import wait_until as wait_until
+
+
+class VllmLogprobs(BaseModel):
+    """Of an answer of vLLM."""
+
+    token_logprobs: tuple[float, ...]
+
+
+class VllmChoice(BaseModel):
+    """Of an answer of vLLM."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: VllmLogprobs
+
+
+class VllmAnswer(BaseModel):
+    """What vLLM answers to a completion, as far as it is read here."""
+
+    choices: tuple[VllmChoice, ...]
+
+
+class SglangMeta(BaseModel):
+    """Of an answer of SGLang."""
+
+    output_token_logprobs: tuple[tuple[float, int, str | None], ...]
+    """Of each token: its logprob, itself, its text."""
+
+
+class SglangAnswer(BaseModel):
+    """What SGLang answers to a completion, as far as it is read here."""
+
+    text: str
+    meta_info: SglangMeta
+
+
+class VllmServer(EngineServer):
+    """``vllm serve`` on the CPU: bfloat16 or float32, 256 MiB of KV cache, contexts of 1,024 tokens."""
+
+    engine = "vllm"
+
+    def _command(self) -> Sequence[str | Path]:
+        return (
+            *(self.python.parent / "vllm", "serve", self.model, "--served-model-name", "model"),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", self.dtype),
+            *("--max-model-len", "1024", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(256 << 20)),
+            "--enforce-eager",
+        )
+
+    def _variables(self) -> dict[str, str]:
+        # Bound threads of two servers would share one core.
+        return {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+    def request(self, prompt: str, max_tokens: int, *, ignore_eos: bool = False) -> tuple[str, Body]:
+        return "/v1/completions", {
+            "model": "model",
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": ignore_eos,
+            "logprobs": 1,
+            "return_token_ids": True,
+        }
+
+    def completion(self, answer: bytes) -> Completion:
+        (choice,) = VllmAnswer.model_validate_json(answer).choices
+        return Completion(text=choice.text, tokens=choice.token_ids, logprobs=choice.logprobs.token_logprobs)
+
+
+class SglangServer(EngineServer):
+    """``python -m sglang.launch_server`` on the CPU, with torch's own kernels."""
+
+    engine = "sglang"
+
+    def _command(self) -> Sequence[str | Path]:
+        return (
+            *(self.python, "-m", "sglang.launch_server", "--model-path", self.model, "--device", "cpu"),
+            *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", self.dtype),
+            *("--max-total-tokens", "4096", "--context-length", "1024", "--max-running-requests", "8"),
+        )
+
+    def _variables(self) -> dict[str, str]:
+        return {"SGLANG_USE_CPU_ENGINE": "1"}
+
+    def request(self, prompt: str, max_tokens: int, *, ignore_eos: bool = False) -> tuple[str, Body]:
+        sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": ignore_eos}
+        return "/generate", {"text": prompt, "sampling_params": sampling, "return_logprob": True}
+
+    def completion(self, answer: bytes) -> Completion:
+        said = SglangAnswer.model_validate_json(answer)
+        chosen = said.meta_info.output_token_logprobs
+        return Completion(
+            text=said.text,
+            tokens=tuple(token for _, token, _ in chosen),
+            logprobs=tuple(logprob for logprob, _, _ in chosen),
+        )

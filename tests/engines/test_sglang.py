@@ -1,0 +1,214 @@
+"""Forks between real SGLang servers, from the stock package: what a user of `--rfork-planner` is promised."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rfork.wire import InstanceReport
+from tests.engines.conftest import TinyFolder
+from tests.engines.load import LoadGenerator
+from tests.engines.models import copy_without_weights
+from tests.engines.planner import PlannerProcess
+from tests.engines.server import READY_S, EngineServer, free_port, wait_until
+from tests.engines.servers import SglangServer
+
+PROMPTS = (
+    "The capital of France is", "Water boils at", "Once upon a time", "The largest planet is", "2 + 2 =",
+    "def fibonacci(n):", "The sun rises in the", "A fork is a", "Light travels at", "To be or not to be,",
+    "The opposite of hot is", "My favourite colour is", "In the beginning", "The first president of",
+    "Machine learning is", "SELECT name FROM", "Roses are red,", "The speed of sound", "Paris is known for",
+    "Dear Sir or Madam,",
+)  # fmt: skip
+TOKENS = 16
+SLOW_FORK = {"RFORK_TRANSPORTS": "http", "RFORK_MIN_RATE": "1000", "RFORK_PATIENCE_S": "1"}
+"""Bytes go by a socket, and a source may give few of them."""
+MIB = 1 << 20
+
+
+def instances(planner: PlannerProcess) -> list[InstanceReport]:
+    """Those that the planner knows."""
+    items = httpx.get(f"{planner.url}/v1/instances").json()["items"]
+    return [InstanceReport.model_validate(item["report"]) for item in items]
+
+
+def serving(planner: PlannerProcess) -> int:
+    """How many instances hold all of their weights, and give them."""
+    return sum(report.state == "serving" for report in instances(planner))
+
+
+def weights_ids(planner: PlannerProcess) -> set[str]:
+    """Of what instances give that hold all of it."""
+    known = [report.weights_id for report in instances(planner) if report.state == "serving"]
+    return {weights_id for weights_id in known if weights_id is not None}
+
+
+def wait_serving(planner: PlannerProcess, count: int) -> None:
+    """Until so many do."""
+    wait_until(lambda: serving(planner) == count, deadline_s=60, what=f"{count} instances that serve")
+
+
+def answers(server: EngineServer, prompts: tuple[str, ...] = PROMPTS) -> list[tuple[int, ...]]:
+    """Greedy tokens for each prompt."""
+    return [server.complete(prompt, TOKENS, ignore_eos=True).tokens for prompt in prompts]
+
+
+def by_planner(planner: PlannerProcess, *more: str) -> tuple[str, ...]:
+    """The one flag that a user gives."""
+    return ("--rfork-planner", planner.url, *more)
+
+
+@pytest.mark.timeout(1500)
+def test_one_flag_forks(
+    model_folder: Path, bare_folder: Path, planner: PlannerProcess, tmp_path: Path
+) -> None:
+    """Two servers fork at once from one that answers requests, in folders without weights, and answer alike.
+
+    The seed had loaded the checkpoint by itself. When it is told to end, it leaves the planner.
+    """
+    seed = SglangServer(model_folder, log=tmp_path / "seed.log", arguments=by_planner(planner))
+    forks = [
+        SglangServer(bare_folder, log=tmp_path / f"fork-{name}.log", arguments=by_planner(planner))
+        for name in "ab"
+    ]
+    with seed:
+        seed.wait_ready()
+        wait_serving(planner, 1)
+        expected = answers(seed)
+        with LoadGenerator(seed, max_tokens=8) as load:
+            load.wait_for(20)
+            began = time.monotonic()
+            with forks[0], forks[1]:
+                for fork in forks:
+                    fork.wait_ready(2 * READY_S)
+                ended = time.monotonic()
+                load.stop()
+                for fork in forks:
+                    assert expected == answers(fork)
+                    assert "outcome=fallback" not in fork.log
+                    assert fork.wait_for_line(r"fork done report=forked 0\.\d+ GB .*").group()
+                wait_serving(planner, 3)
+                assert 1 == len(weights_ids(planner))
+                assert [] == forks[1].stop()
+                wait_serving(planner, 2)
+                assert "drained" in forks[1].log
+        print(f"seed idle:  {load.summary(until_s=began)}")
+        print(f"two starts: {load.summary(began, ended)}")
+        assert [] == load.failures
+
+
+@pytest.mark.parametrize("weights", ["weights", "no weights"])
+def test_seed_dies_in_mid_fork(
+    weights: str, tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path
+) -> None:
+    """Its fork is unready until then, and loads by itself; without weights it ends, and says why."""
+    folder = tiny_folder()
+    target = folder if weights == "weights" else copy_without_weights(folder, tmp_path)
+    with SglangServer(
+        folder,
+        log=tmp_path / "seed.log",
+        arguments=by_planner(planner, "--rfork-egress-rate", str(MIB)),
+        environment=SLOW_FORK,
+    ) as seed:
+        seed.wait_ready()
+        expected = answers(seed, PROMPTS[:5])
+        with SglangServer(
+            target, log=tmp_path / "fork.log", arguments=by_planner(planner), environment=SLOW_FORK
+        ) as fork:
+            wait_until(
+                lambda: any(0 < _verified(report) < report.chunk_count for report in instances(planner)),
+                deadline_s=READY_S,
+                what="a fork that has some chunks",
+            )
+            assert not fork.healthy()
+            seed.kill()
+            if weights == "weights":
+                fork.wait_ready()
+                assert expected == answers(fork, PROMPTS[:5])
+                assert "fork done report=loaded" in fork.log
+                wait_serving(planner, 1)
+            else:
+                assert 0 != fork.wait()
+                assert fork.lines_with("holds no weights")
+                assert fork.lines_with("the server cannot start: no weights")
+
+
+def test_new_weights_are_forked_once_they_are_there(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """A server without a planner loads by itself and is a seed later; forks have the weights it has by then.
+
+    An update that cannot be read changes nothing. Both by `--load-format rfork` and the environment alone.
+    """
+    port = free_port()
+    old, new = tiny_folder(seed=1), tiny_folder(seed=2)
+    bare = copy_without_weights(old, tmp_path)
+    environment = {"RFORK_PLANNER": f"http://127.0.0.1:{port}", "RFORK_PLANNER_TIMEOUT_S": "1"}
+    arguments = ("--load-format", "rfork")
+    planner = PlannerProcess(port=port)
+
+    def start(name: str) -> SglangServer:
+        log = tmp_path / f"{name}.log"
+        return SglangServer(
+            bare, log=log, arguments=arguments, environment={**environment, "RFORK_REQUIRED": "1"}
+        )
+
+    with SglangServer(old, log=tmp_path / "seed.log", arguments=arguments, environment=environment) as seed:
+        seed.wait_ready()
+        assert "fork done report=loaded" in seed.log
+        with planner:
+            wait_serving(planner, 1)
+            before = answers(seed, PROMPTS[:5])
+            with start("first") as first:
+                first.wait_ready()
+                assert before == answers(first, PROMPTS[:5])
+            old_id = weights_ids(planner)
+            assert not update(seed, tmp_path / "nowhere")
+            wait_until(lambda: weights_ids(planner) == old_id, deadline_s=60, what="the same weights")
+            assert update(seed, new)
+            wait_until(lambda: len(weights_ids(planner) - old_id) == 1, deadline_s=60, what="the new weights")
+            after = answers(seed, PROMPTS[:5])
+            assert before != after
+            with start("second") as second:
+                second.wait_ready()
+                assert after == answers(second, PROMPTS[:5])
+
+
+def test_required_means_no_other_way(
+    tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path
+) -> None:
+    """With RFORK_REQUIRED a server that nobody can be forked from does not start, though it has weights."""
+    with SglangServer(
+        tiny_folder(),
+        log=tmp_path / "server.log",
+        arguments=by_planner(planner, "--rfork-required", "--rfork-patience-s", "0"),
+    ) as server:
+        assert 0 != server.wait()
+        assert server.lines_with("the server cannot start: no weights")
+
+
+def test_wrong_flags_end_the_launch(tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path) -> None:
+    """What cannot be is told in one line, before any process is started: exit code 2."""
+    for name, more, told in (
+        ("value", ("--rfork-deadline-s", "soon"), "sglang: error: --rfork-deadline-s: "),
+        ("format", ("--load-format", "dummy"), "sglang: error: --rfork-* goes with --load-format rfork"),
+        ("mode", ("--cpu-offload-gb", "1"), "sglang: error: --cpu-offload-gb does not go with"),
+    ):
+        with SglangServer(
+            tiny_folder(), log=tmp_path / f"{name}.log", arguments=by_planner(planner, *more)
+        ) as server:
+            assert 2 == server.wait()
+            assert server.lines_with(told)
+
+
+def update(server: SglangServer, folder: Path) -> bool:
+    """Have it take other weights from a folder; whether it did."""
+    answer = httpx.post(
+        f"{server.url}/update_weights_from_disk", json={"model_path": str(folder)}, timeout=120
+    )
+    return bool(answer.json()["success"])
+
+
+def _verified(report: InstanceReport) -> int:
+    return sum(end - begin for begin, end in report.verified)

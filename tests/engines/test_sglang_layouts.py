@@ -1,0 +1,72 @@
+"""Models that the SGLang plug-in makes without weights lie as those that SGLang has loaded: forks need it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+from tests.engines.server import ROOT, engine_python, free_port
+
+# What tells of a checkpoint of the hub, beside what transformers writes.
+HUB = {
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "ep_size": 1,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+}
+
+
+def make_deepseek(folder: Path, tokenizer: Path) -> None:
+    """A random model with latent attention (MLA) and experts, of DeepSeek-V3's kind, in three layers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "deepseek_v3", vocab_size=512, hidden_size=256, intermediate_size=512, moe_intermediate_size=128,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=64, kv_lora_rank=64,
+        qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32, n_routed_experts=8, n_group=2, topk_group=1,
+        num_experts_per_tok=2, first_k_dense_replace=1, n_shared_experts=1, max_position_embeddings=1024,
+        bos_token_id=1, eos_token_id=2, dtype="float32",
+    )  # fmt: skip
+    folder.mkdir()
+    for file in tokenizer.glob("*token*.json"):
+        shutil.copy(file, folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    written.pop("rope_parameters", None)
+    (folder / "config.json").write_text(json.dumps(written | HUB))
+
+
+def test_a_model_with_derived_tensors(tiny_model: Path, tmp_path: Path) -> None:
+    """DeepSeek: what SGLang computes of the weights that it has loaded is there, and part of the image."""
+    python = engine_python("sglang")
+    folder = tmp_path / "deepseek"
+    make_deepseek(folder, tiny_model)
+    ran = subprocess.run(
+        [python, ROOT / "tests/engines/sglang_layouts.py", folder, str(free_port())],
+        env={"PATH": f"{python.parent}:/usr/bin:/bin", "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert 0 == ran.returncode, ran.stderr
+    said = json.loads(ran.stdout.splitlines()[-1])
+    assert said["difference"] is None
+    derived = {"w_kc", "w_vc", "cos_sin_cache", "e_score_correction_bias"}
+    assert derived <= {name.rpartition(".")[2] for name in said["names"]}

@@ -1,0 +1,264 @@
+"""Forks between real vLLM servers, from the stock package: what `--load-format rfork` promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from torch import nn
+
+import rfork
+from rfork.image.marks import mark
+from rfork.wire import InstanceReport
+from tests.engines.conftest import TinyFolder
+from tests.engines.load import LoadGenerator
+from tests.engines.models import copy_without_weights
+from tests.engines.planner import PlannerProcess
+from tests.engines.server import READY_S, EngineServer, ServerDied, free_port, wait_until
+from tests.engines.servers import VllmServer
+
+PROMPTS = (
+    "The capital of France is", "Water boils at", "Once upon a time", "The largest planet is", "2 + 2 =",
+    "def fibonacci(n):", "The sun rises in the", "A fork is a", "Light travels at", "To be or not to be,",
+    "The opposite of hot is", "My favourite colour is", "In the beginning", "The first president of",
+    "Machine learning is", "SELECT name FROM", "Roses are red,", "The speed of sound", "Paris is known for",
+    "Dear Sir or Madam,",
+)  # fmt: skip
+TOKENS = 16
+FORMAT = ("--load-format", "rfork")
+SLOW_FORK = {"RFORK_TRANSPORTS": "http", "RFORK_MIN_RATE": "1000", "RFORK_PATIENCE_S": "1"}
+"""Bytes go by a socket, and a source may give few of them."""
+MIB = 1 << 20
+
+
+def instances(planner: PlannerProcess) -> list[InstanceReport]:
+    """Those that the planner knows."""
+    items = httpx.get(f"{planner.url}/v1/instances").json()["items"]
+    return [InstanceReport.model_validate(item["report"]) for item in items]
+
+
+def serving(planner: PlannerProcess) -> list[InstanceReport]:
+    """Those that hold all of their weights, and give them."""
+    return [report for report in instances(planner) if report.state == "serving" and report.weights_id]
+
+
+def wait_serving(planner: PlannerProcess, count: int) -> None:
+    """Until so many do."""
+    wait_until(lambda: len(serving(planner)) == count, deadline_s=60, what=f"{count} instances that serve")
+
+
+def weights_ids(planner: PlannerProcess) -> set[str | None]:
+    """Of what is given."""
+    return {report.weights_id for report in serving(planner)}
+
+
+def answers(server: EngineServer, prompts: tuple[str, ...] = PROMPTS) -> list[tuple[int, ...]]:
+    """Greedy tokens for each prompt."""
+    return [server.complete(prompt, TOKENS, ignore_eos=True).tokens for prompt in prompts]
+
+
+def server(folder: Path, log: Path, planner: str, *arguments: str | Path, **environment: str) -> VllmServer:
+    """A vLLM server that is told what a user tells it: a load format, and where the planner is."""
+    return VllmServer(
+        folder,
+        log=log,
+        arguments=(*FORMAT, *map(str, arguments)),
+        environment={"RFORK_PLANNER": planner, **environment},
+    )
+
+
+def in_mid_fork(planner: PlannerProcess) -> bool:
+    """Whether an instance has some chunks of its image, and not all."""
+    known = [(sum(end - begin for begin, end in _spans(report)), report) for report in instances(planner)]
+    return any(0 < verified < report.chunk_count for verified, report in known)
+
+
+def _spans(report: InstanceReport) -> list[tuple[int, int]]:
+    return [(int(begin), int(end)) for begin, end in report.verified]
+
+
+@pytest.mark.timeout(1500)
+def test_one_flag_forks(
+    model_folder: Path, bare_folder: Path, planner: PlannerProcess, tmp_path: Path
+) -> None:
+    """Two servers fork at once from one that answers requests, in folders without weights, and answer alike.
+
+    The seed had loaded the checkpoint by itself. One that gets SIGTERM leaves the planner at once.
+    """
+    with server(model_folder, tmp_path / "seed.log", planner.url) as seed:
+        seed.wait_ready()
+        wait_serving(planner, 1)
+        expected = answers(seed)
+        with LoadGenerator(seed, max_tokens=8) as load:
+            load.wait_for(20)
+            began = time.monotonic()
+            forks = [server(bare_folder, tmp_path / f"fork-{name}.log", planner.url) for name in "ab"]
+            with forks[0], forks[1]:
+                for fork in forks:
+                    fork.wait_ready(2 * READY_S)
+                ended = time.monotonic()
+                load.stop()
+                for fork in forks:
+                    assert expected == answers(fork)
+                    assert fork.wait_for_line(r"fork done report=forked 0\.\d+ GB .*").group()
+                wait_serving(planner, 3)
+                assert 1 == len(weights_ids(planner))
+                forks[1].stop()
+                assert 2 == len(instances(planner))
+                assert forks[1].lines_with("seeds drained")
+        print(f"seed idle:  {load.summary(until_s=began)}")
+        print(f"two starts: {load.summary(began, ended)}")
+        assert [] == load.failures
+
+
+def test_seed_dies_in_mid_fork(tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path) -> None:
+    """Its forks are unready until then; one loads by itself, one without weights ends, and says why."""
+    folder = tiny_folder()
+    bare = copy_without_weights(folder, tmp_path)
+    rate = {"RFORK_EGRESS_RATE": str(MIB)}
+    with server(folder, tmp_path / "seed.log", planner.url, **SLOW_FORK, **rate) as seed:
+        seed.wait_ready()
+        expected = answers(seed, PROMPTS[:5])
+        with (
+            server(folder, tmp_path / "fork.log", planner.url, **SLOW_FORK, **rate) as fork,
+            server(bare, tmp_path / "bare.log", planner.url, **SLOW_FORK, **rate) as lost,
+        ):
+            for target in (fork, lost):
+                target.wait_for_line(r"planned fork=", deadline_s=2 * READY_S)
+            wait_until(lambda: in_mid_fork(planner), deadline_s=60, what="a fork that has some chunks")
+            assert [False, False] == [target.healthy() for target in (fork, lost)]
+            seed.kill()
+            fork.wait_ready()
+            assert expected == answers(fork, PROMPTS[:5])
+            assert fork.lines_with("fork done report=loaded")
+            wait_serving(planner, 1)
+            if lost.wait(2 * READY_S):
+                assert lost.lines_with("there are no weights in")
+            else:  # the other one was loaded in time, and gave it the rest
+                assert expected == answers(lost, PROMPTS[:5])
+
+
+def test_new_weights_are_forked_once_they_are_there(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """A server without a planner loads by itself and is a seed later; forks have the weights of then."""
+    first, second = tiny_folder(seed=1), tiny_folder(seed=2)
+    bare = copy_without_weights(first, tmp_path)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with server(first, tmp_path / "seed.log", url, VLLM_SERVER_DEV_MODE="1") as seed:
+        seed.wait_ready()
+        old = answers(seed, PROMPTS[:5])
+        with PlannerProcess(port=port) as planner:
+            wait_serving(planner, 1)
+            with server(bare, tmp_path / "before.log", url) as before:
+                before.wait_ready()
+                assert old == answers(before, PROMPTS[:5])
+                assert before.lines_with("fork done report=forked")
+            (was,) = weights_ids(planner)
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(second)}}
+            httpx.post(f"{seed.url}/collective_rpc", json=body, timeout=60).raise_for_status()
+            new = answers(seed, PROMPTS[:5])
+            assert old != new
+            wait_until(
+                lambda: was not in weights_ids(planner) and len(serving(planner)) == 1,
+                deadline_s=60,
+                what="a seed of the new weights",
+            )
+            with server(bare, tmp_path / "after.log", url) as after:
+                after.wait_ready()
+                assert after.lines_with("fork done report=forked")
+                assert new == answers(after, PROMPTS[:5])
+
+
+def test_required_without_a_source_is_an_error(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """With RFORK_REQUIRED a server that cannot be forked does not start, although it could load."""
+    url = f"http://127.0.0.1:{free_port()}"
+    with (
+        server(tiny_folder(), tmp_path / "server.log", url, RFORK_REQUIRED="1") as alone,
+        pytest.raises(ServerDied, match="PlannerUnreachable"),
+    ):
+        alone.wait_ready()
+    assert 0 != alone.wait()
+
+
+def test_wrong_options_are_one_clear_error(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """A key of --model-loader-extra-config that rfork does not know is named, before engines start."""
+    extra = json.dumps({"planer": "http://127.0.0.1:8700"})
+    with (
+        VllmServer(
+            tiny_folder(),
+            log=tmp_path / "server.log",
+            arguments=(*FORMAT, "--model-loader-extra-config", extra),
+        ) as wrong,
+        pytest.raises(ServerDied, match="rfork has no setting 'planer'"),
+    ):
+        wrong.wait_ready()
+
+
+def test_another_engine_s_image_is_refused(
+    tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path
+) -> None:
+    """Weights of SGLang's are not taken for vLLM's, however they are called: the server says so and loads."""
+    folder = tiny_folder()
+    other = nn.Module()
+    vars(other)["rfork"] = {"is": mark(["engine sglang 0.5.23", "device cpu", "dtype float32"])}
+    other.weight = nn.Parameter(torch.zeros(1024), requires_grad=False)
+    with (
+        rfork.seed(other, model=folder.name, planner=planner.url),
+        server(folder, tmp_path / "server.log", planner.url) as refusing,
+    ):
+        wait_serving(planner, 1)
+        refusing.wait_ready()
+        assert refusing.lines_with("engine: here vllm 0.32.0; there sglang 0.5.23")
+        assert refusing.lines_with("fork done report=loaded")
+        wait_serving(planner, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_ranks_and_drafts_fork_one_by_one(
+    tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path
+) -> None:
+    """With two tensor ranks and a speculative draft, four images are forked, each as its own."""
+    target, draft = tiny_folder("llama"), tiny_folder("qwen3")
+
+    def arguments(draft_folder: Path) -> tuple[str, ...]:
+        speculative = {
+            "method": "draft_model", "model": str(draft_folder), "num_speculative_tokens": 2,
+            "draft_tensor_parallel_size": 2,
+        }  # fmt: skip
+        extra = json.dumps({"planner": planner.url})
+        return (
+            *("--tensor-parallel-size", "2", "--model-loader-extra-config", extra),
+            *("--speculative-config", json.dumps(speculative)),
+        )
+
+    bare = [copy_without_weights(folder, tmp_path) for folder in (target, draft)]
+    with server(target, tmp_path / "seed.log", "", *arguments(draft)) as seed:
+        seed.wait_ready(2 * READY_S)
+        wait_serving(planner, 4)
+        expected = answers(seed, PROMPTS[:5])
+        with server(bare[0], tmp_path / "fork.log", "", *arguments(bare[1])) as fork:
+            fork.wait_ready(2 * READY_S)
+            assert expected == answers(fork, PROMPTS[:5])
+            assert 4 == len(fork.lines_with("fork done report=forked"))
+            wait_serving(planner, 8)
+            ranks = {(report.rank.role, report.rank.tp) for report in instances(planner)}
+            assert {("target", 0), ("target", 1), ("draft", 0), ("draft", 1)} == ranks
+
+
+def test_stopped_seed_does_not_hold_up_its_end(
+    tiny_folder: TinyFolder, planner: PlannerProcess, tmp_path: Path
+) -> None:
+    """SIGTERM to the API server alone ends all of it, and the planner's books are clear of it at once."""
+    with server(tiny_folder(), tmp_path / "server.log", planner.url) as seed:
+        seed.wait_ready()
+        wait_serving(planner, 1)
+        os.kill(seed.pid, signal.SIGTERM)
+        seed.wait(60)
+        assert [] == instances(planner)

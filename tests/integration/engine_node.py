@@ -1,0 +1,379 @@
+"""A toy engine in a process of its own, for tests of `bring_up`; `EngineNode` is its other side.
+
+The toy is made as engines are: built with its parameters in the checkpoint's shapes, loaded, and then
+post-processed, which transposes weights in place of the loaded ones, derives tensors and numbers, and hides
+some of them in helper objects. A command is one line of JSON on standard input, its answer one line on
+standard output. Options are rfork's own environment variables, and what `Options` reads of its command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import queue
+import resource
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, Self, cast
+
+import torch
+from torch import nn
+
+from rfork.engines.bring_up import Subject, bring_up
+from rfork.engines.instance import Instance, instance_of
+from rfork.errors import CheckpointError
+from rfork.image.chunks import MIB
+from rfork.logs import configure
+from rfork.wire import Rank
+
+Message = dict[str, str | int | float | bool | list[str] | None]
+
+MODEL = "toy"
+ANSWER_S = 90.0
+LAYERS = 3
+
+
+class Kernel:
+    """A helper object that keeps a tensor which no module has."""
+
+    def __init__(self) -> None:
+        self.packed: torch.Tensor | None = None
+
+
+class Layer(nn.Module):
+    """One layer; `size` is the bytes of its weight."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, size // 16), requires_grad=False)
+        self.register_buffer("table", torch.arange(64.0), persistent=False)
+        self.scale = 1.0
+        self.kernel = Kernel()
+
+    def process(self) -> None:
+        """What engines do after loading: other shapes, derived tensors, numbers, hidden tensors."""
+        self.scale = float(self.weight[0, :16].abs().max())
+        self.derived = self.weight[:, :32].float() * 3
+        self.kernel.packed = self.weight[:2, :64].to(torch.float64)
+        self.weight = nn.Parameter(self.weight.data.view(-1, 4), requires_grad=False)
+
+
+class Model(nn.Module):
+    """Some layers."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(size // LAYERS) for _ in range(LAYERS))
+
+    def fill(self, version: int) -> None:
+        """The weights of this version; before the post-processing."""
+        generator = torch.Generator().manual_seed(version)
+        for parameter in self.parameters():
+            # By few random bytes, as large models are made in tests too.
+            row = torch.rand(1024, generator=generator)
+            flat = parameter.data.view(-1)
+            for at in range(0, flat.numel(), 1024):
+                flat[at : at + 1024] = row[: flat.numel() - at] + at
+
+    def process(self) -> None:
+        """Post-process every layer."""
+        for layer in self.layers:
+            cast(Layer, layer).process()
+
+    def proof(self) -> str:
+        """A hash of all that it computes with."""
+        found = hashlib.sha256()
+        for layer in self.layers:
+            one = cast(Layer, layer)
+            packed = one.kernel.packed
+            for tensor in (one.weight.data, one.get_buffer("table"), one.derived, packed):
+                if tensor is None:
+                    raise ValueError("the model was not processed")
+                found.update(tensor.contiguous().numpy().tobytes())
+            found.update(repr(one.scale).encode())
+        return found.hexdigest()
+
+
+def proof_of(version: int, size: int) -> str:
+    """The proof of a model that was loaded in this version."""
+    model = Model(size)
+    model.fill(version)
+    model.process()
+    return model.proof()
+
+
+class Toy:
+    """The engine: its checkpoint is a file that holds a version, in a folder that may lack it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.loads = 0
+        self.baseline = 0
+        self._options = options
+
+    def empty(self) -> nn.Module:
+        """Built, touched, and post-processed."""
+        model = Model(self._options.size)
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        model.process()
+        if self._options.fail_empty:
+            raise ZeroDivisionError("a bug of the plug-in")
+        return model
+
+    def load(self) -> nn.Module:
+        """By the engine's own loader."""
+        self.loads += 1
+        with open(self._options.folder / "loads", "a") as log:
+            log.write(f"{os.getpid()}\n")
+        if self._options.gate:
+            (self._options.folder / "gate").read_text()
+        if self._options.fail_load:
+            raise OSError("the disk of the checkpoint is broken")
+        if self._options.fail_load_as_rfork:
+            raise CheckpointError("the checkpoint is broken")
+        version = int((self._options.folder / "weights").read_text())
+        model = Model(self._options.size)
+        model.fill(version)
+        model.process()
+        return model
+
+    def check(self) -> None:
+        """Whether there is a checkpoint."""
+        if self._options.config_only:
+            raise CheckpointError("there are no weights in the folder")
+
+
+class Process:
+    """The process's own side."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._models: dict[str, nn.Module] = {}
+        self._toy = Toy(options)
+
+    def obey(self, do: str, value: str) -> Message:
+        """Do it."""
+        match do:
+            case "up":
+                return self._up(value or "target")
+            case "proof":
+                return {"proof": cast(Model, self._models[value or "target"]).proof()}
+            case "update":
+                with self._instance.updating():
+                    model = cast(Model, self._models["target"])
+                    other = Model(self._options.size)
+                    other.fill(int(value))
+                    other.process()
+                    for mine, its in zip(model.layers, other.layers, strict=True):
+                        self._copy(cast(Layer, mine), cast(Layer, its))
+                return {}
+            case "suspend":
+                self._instance.suspend()
+                for parameter in self._models["target"].parameters():
+                    parameter.data = parameter.data.clone()
+                return {}
+            case "renew":
+                self._instance.renew()
+                return {}
+            case "peak":
+                return {"bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+            case "close":
+                self._instance.close(0.0)
+                return {}
+            case _:
+                raise ValueError(do)
+
+    @property
+    def _instance(self) -> Instance:
+        found = instance_of(self._models["target"])
+        if found is None:
+            raise ValueError("there is no instance")
+        return found
+
+    @staticmethod
+    def _copy(mine: Layer, its: Layer) -> None:
+        mine.weight.data.copy_(its.weight.data)
+        mine.derived.copy_(its.derived)
+        if mine.kernel.packed is not None and its.kernel.packed is not None:
+            mine.kernel.packed.copy_(its.kernel.packed)
+        mine.scale = its.scale
+
+    def _up(self, role: str) -> Message:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        subject = Subject(
+            MODEL,
+            Rank(role="draft" if role == "draft" else "target"),
+            facts=(f"engine toy {self._options.engine}", "device cpu"),
+            packages=(__name__.partition(".")[0],),
+        )
+        began = time.monotonic()
+        try:
+            module = bring_up(self._toy, subject)
+        except Exception as error:
+            return {"error": type(error).__name__, "text": str(error), "loads": self._toy.loads}
+        self._models[role] = module
+        instance = instance_of(module)
+        message: Message = {
+            "proof": cast(Model, module).proof(),
+            "loads": self._toy.loads,
+            "before": before,
+            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "seconds": time.monotonic() - began,
+            "instance": instance is not None,
+        }
+        if instance is not None:
+            report = instance.report
+            message |= {
+                "outcome": report.outcome,
+                "reasons": list(report.reasons),
+                "line": report.line(),
+                "bytes_read": report.bytes_read,
+                "id": instance.seed.identity.instance_id,
+                "weights_id": report.weights_id,
+                "acknowledged": instance.seed.wait_acknowledged(10),
+            }
+        return message
+
+    def close(self) -> None:
+        """End what is given."""
+        for module in self._models.values():
+            if (instance := instance_of(module)) is not None:
+                instance.close(0.0)
+
+
+def tell(message: Message) -> None:
+    """One line on standard output."""
+    os.write(1, json.dumps(message).encode() + b"\n")
+
+
+class EngineNode:
+    """The test's side: a toy engine in a process of its own. Close it."""
+
+    def __init__(self, planner: str, folder: Path, *arguments: str, **options: str) -> None:
+        self.lines: list[str] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.engine_node", str(folder), *arguments],
+            env={
+                **os.environ,
+                "RFORK_PLANNER": planner,
+                "RFORK_TRANSPORTS": "http",
+                **{f"RFORK_{name.upper()}": value for name, value in options.items()},
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._changed = threading.Condition()
+        self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._follow, args=(self._process.stdout,), daemon=True),
+            threading.Thread(target=self._log, args=(self._process.stderr,), daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    def ask(self, do: str, value: str = "") -> Message:
+        """Have it done; the answer. Raises RuntimeError when the process ends instead."""
+        self.begin(do, value)
+        return self.answer()
+
+    def begin(self, do: str, value: str = "") -> None:
+        """Tell it, and do not wait."""
+        if self._process.stdin is None:
+            raise RuntimeError("there is no way to tell it")
+        self._process.stdin.write(json.dumps([do, value]) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> Message:
+        """The answer to the oldest command that has none. Raises RuntimeError when the process ends."""
+        answer = self._answers.get(timeout=ANSWER_S)
+        if answer is None:
+            raise RuntimeError(f"the process ended with {self._process.wait()}\n{''.join(self.lines)}")
+        return answer
+
+    def answered(self, *, within_s: float) -> bool:
+        """Whether an answer comes in that time; it is kept."""
+        try:
+            answer = self._answers.get(timeout=within_s)
+        except queue.Empty:
+            return False
+        self._answers.put(answer)
+        return True
+
+    def wait_for(self, text: str) -> None:
+        """Block until a line of its log has this text; TimeoutError with all of the log otherwise."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: any(text in line for line in self.lines), ANSWER_S):
+                raise TimeoutError(f"no line has {text!r}\n{''.join(self.lines)}")
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+        self._process.wait()
+
+    def _follow(self, lines: IO[str]) -> None:
+        with lines:
+            for line in lines:
+                self._answers.put(cast(Message, json.loads(line)))
+        self._answers.put(None)
+
+    def _log(self, lines: IO[str]) -> None:
+        with lines:
+            for line in lines:
+                with self._changed:
+                    self.lines.append(line)
+                    self._changed.notify_all()
+
+    def close(self) -> None:
+        """End it."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self._process.kill()
+            self._process.wait()
+            for thread in self._threads:
+                thread.join(ANSWER_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def main() -> None:
+    """Obey until standard input ends."""
+    torch.set_num_threads(1)
+    configure(False, "debug")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--size", type=int, default=6 * MIB)
+    parser.add_argument("--engine", default="1.0")
+    for flag in ("--gate", "--fail-load", "--fail-load-as-rfork", "--fail-empty", "--config-only"):
+        parser.add_argument(flag, action="store_true")
+    process = Process(parser.parse_args())
+    for line in sys.stdin:
+        do, value = json.loads(line)
+        tell(process.obey(do, value))
+    process.close()
+
+
+if __name__ == "__main__":
+    from tests.integration.engine_node import main as run  # by its name, so that helpers are of a package
+
+    run()

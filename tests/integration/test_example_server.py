@@ -1,0 +1,203 @@
+"""The example server: real processes that fork their model, serve it, and seed it meanwhile."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import cast
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from rfork.control.client import PlannerClient
+from rfork.engines.transformers import loaded_model, tokenizer_of
+from tests.conftest import StartRfork
+from tests.processes import RforkProcess
+
+PROMPTS = ("The capital of France is", "fork() copies")
+SLOW = str(2 << 20)
+"""Bytes a second at which the tiny model (9 MB) takes seconds: time to see a server that is not ready."""
+TOKENS = 8
+ANSWER_S = 60.0
+COMMIT = "1" * 40
+
+
+class Server:
+    """One example server, and what it answers."""
+
+    def __init__(self, model: str, planner: str, options: dict[str, str], name: str = "tiny") -> None:
+        self.process = RforkProcess(
+            [model, "--planner", planner, "--name", name, "--port", "0"],
+            # One thread: on a busy machine, two wait for one another at each step.
+            {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **options},
+            module="deploy.examples.pytorch.server",
+        )
+        self._address: str | None = None
+
+    def event(self, name: str) -> dict[str, str]:
+        """Wait until it says so."""
+        line = self.process.wait_for(rf'^{{"event": "{name}".*$').group()
+        return cast(dict[str, str], json.loads(line))
+
+    def connect(self) -> http.client.HTTPConnection:
+        """A connection to it, once it listens."""
+        if self._address is None:
+            self._address = urlsplit(self.event("listening")["url"]).netloc
+        return http.client.HTTPConnection(self._address, timeout=ANSWER_S)
+
+    def health(self) -> int:
+        """The status that /health answers with."""
+        with closing(self.connect()) as connection:
+            connection.request("GET", "/health")
+            return connection.getresponse().status
+
+    def tokens(self, prompt: str) -> list[int]:
+        """What it continues the prompt with."""
+        with closing(self.connect()) as connection:
+            ask(connection, prompt)
+            return answer(connection)
+
+
+def ask(connection: http.client.HTTPConnection, prompt: str) -> None:
+    """Send a prompt, and do not wait."""
+    body = json.dumps({"prompt": prompt, "max_new_tokens": TOKENS})
+    connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+
+
+def answer(connection: http.client.HTTPConnection) -> list[int]:
+    """The tokens that were asked for."""
+    response = connection.getresponse()
+    text = response.read().decode()
+    assert (200, text) == (response.status, text)
+    return cast(list[int], json.loads(text)["tokens"])
+
+
+StartServer = Callable[..., Server]
+
+
+@pytest.fixture
+def planner(rfork_process: StartRfork) -> str:
+    """A planner that forgets within the test what a test kills."""
+    environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "3"}
+    process = rfork_process("planner", "--port", "0", "--json", environment=environment)
+    line = process.wait_for(r'^.*"event": ?"ready".*$').group()
+    return cast(dict[str, str], json.loads(line))["url"]
+
+
+@pytest.fixture
+def server(planner: str) -> Iterator[StartServer]:
+    """Starts example servers; each is ended with the test."""
+    started: list[Server] = []
+
+    def start(model: Path | str, **options: str) -> Server:
+        made = Server(str(model), planner, {"HF_HUB_OFFLINE": "1", "RFORK_TRANSPORTS": "http", **options})
+        started.append(made)
+        return made
+
+    yield start
+    for made in reversed(started):
+        made.process.stop()
+        print(made.process.transcript())
+
+
+@pytest.fixture
+def bare(tiny_model: Path, tmp_path: Path) -> Path:
+    """The folder of the tiny model, less its weights."""
+    return without_weights(tiny_model, tmp_path / "bare")
+
+
+def without_weights(folder: Path, target: Path) -> Path:
+    """Copy a model's folder, less its weights."""
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    return target
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> list[list[int]]:
+    """What transformers continues the prompts with."""
+    model, tokenizer = loaded_model(tiny_model), tokenizer_of(tiny_model)
+    found: list[list[int]] = []
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        with torch.inference_mode():
+            output = model.generate(  # type: ignore[operator]  # mixed in where types do not see it
+                **inputs, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0
+            )
+        found.append(output[0, inputs["input_ids"].shape[1] :].tolist())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_servers_that_fork_from_one_another(
+    server: StartServer, planner: str, tiny_model: Path, bare: Path, tmp_path: Path, expected: list[list[int]]
+) -> None:
+    """The first reads its files, the second, without any, forks; the first killed, a third forks from it."""
+    first = server(tiny_model, RFORK_EGRESS_RATE=SLOW)
+    first.event("ready")
+    second = server(bare)
+    second.event("listening")
+    assert 503 == second.health()
+    assert second.event("ready")["weights"].startswith("forked ")
+    assert 200 == second.health()
+    assert expected == [first.tokens(prompt) for prompt in PROMPTS]
+    assert expected == [second.tokens(prompt) for prompt in PROMPTS]
+
+    answers: list[list[int]] = []
+    answered = threading.Event()
+
+    def keep_asking() -> None:
+        for _ in range(6):
+            answers.append(second.tokens(PROMPTS[0]))
+            answered.set()
+
+    asking = threading.Thread(target=keep_asking)
+    asking.start()
+    assert answered.wait(ANSWER_S)
+    first.process.signal(signal.SIGKILL)
+    asking.join()
+    assert [expected[0]] * 6 == answers
+
+    cache = tmp_path / "hub" / "models--acme--tiny"
+    without_weights(bare, cache / "snapshots" / COMMIT)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(COMMIT)
+    third = server("acme/tiny", HF_HUB_CACHE=str(tmp_path / "hub"))
+    assert third.event("ready")["weights"].startswith("forked ")
+    assert expected == [third.tokens(prompt) for prompt in PROMPTS]
+
+
+def test_the_end_in_order(
+    server: StartServer, planner: str, tiny_model: Path, expected: list[list[int]]
+) -> None:
+    """At SIGTERM an answer under way is given, the planner is told, and the exit code is 0."""
+    only = server(tiny_model)
+    only.event("ready")
+    with closing(PlannerClient(planner)) as client:
+        assert 1 == len(client.instances(model="tiny"))
+        with closing(only.connect()) as connection:
+            ask(connection, PROMPTS[0])
+            assert 200 == only.health()  # what was sent before is under way by now
+            only.process.signal(signal.SIGTERM)
+            assert expected[0] == answer(connection)
+        assert 0 == only.process.wait()
+        assert [] == client.instances(model="tiny")
+
+
+def test_the_end_before_it_is_ready(server: StartServer, tiny_model: Path, bare: Path) -> None:
+    """SIGTERM in mid-fork ends a server that was never ready, with exit code 0."""
+    first = server(tiny_model, RFORK_EGRESS_RATE=SLOW)
+    first.event("ready")
+    second = server(bare)
+    second.event("listening")
+    second.process.signal(signal.SIGTERM)
+    assert 0 == second.process.wait()
+    assert '"ready"' not in second.process.stdout

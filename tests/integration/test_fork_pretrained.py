@@ -1,0 +1,215 @@
+"""`fork_pretrained` through a real planner, over gRPC and http on the loopback interface."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from transformers import AutoConfig, LlamaForCausalLM, MixtralForCausalLM, PreTrainedModel
+
+import rfork
+from rfork.control.client import PlannerClient
+from rfork.engines.pretrained import meeting_name
+from rfork.errors import ModelError, NothingLeft
+from rfork.image.capture import capture
+from rfork.image.proof import image_sha256
+from rfork.settings import Settings
+from tests.conftest import StartRfork
+
+PROMPT = torch.tensor([[1, 5, 9, 60, 2, 77]])
+
+
+@pytest.fixture
+def planner(rfork_process: StartRfork) -> str:
+    """A planner that knows nobody yet."""
+    process = rfork_process("planner", "--port", "0", "--json")
+    line = process.wait_for(r'^.*"event": ?"ready".*$').group()
+    return cast(dict[str, str], json.loads(line))["url"]
+
+
+@pytest.fixture
+def settings(planner: str) -> Settings:
+    """Forks that give up soon."""
+    return Settings(planner=planner, transports=("http",), patience_s=0.2, drain_s=0)
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """What a test forked is closed with it."""
+    yield
+    gc.collect()
+    wait_until_closed()
+
+
+def wait_until_closed() -> None:
+    """Seeds of models that are gone are closed on threads of their own."""
+    for thread in threading.enumerate():
+        if thread.name == "rfork-close":
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a small model whose checkpoint is read as it lies."""
+    return made(tmp_path_factory.mktemp("models") / "llama", LlamaForCausalLM)
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a small model whose checkpoint only transformers can read: it merges experts."""
+    return made(tmp_path_factory.mktemp("models") / "mixtral", MixtralForCausalLM)
+
+
+SMALL: dict[str, int] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def made(folder: Path, model_class: type[PreTrainedModel]) -> Path:
+    """Write a random model of this class."""
+    model_class._from_config(AutoConfig.for_model(folder.name, **SMALL)).save_pretrained(folder)
+    return folder
+
+
+def without_weights(folder: Path, target: Path) -> Path:
+    """Copy a model's folder, less its weights."""
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    return target
+
+
+def proof(model: torch.nn.Module) -> str:
+    """The hash of all that it serves with."""
+    return image_sha256(capture(model))
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    """What it says to the prompt."""
+    with torch.inference_mode():
+        return cast(torch.Tensor, model(PROMPT).logits)
+
+
+def report(model: PreTrainedModel) -> rfork.ForkReport:
+    """How it got its weights."""
+    found = rfork.report_of(model)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("which", ["llama", "mixtral"])
+def test_the_first_loads_and_the_second_forks(
+    request: pytest.FixtureRequest, settings: Settings, tmp_path: Path, which: str
+) -> None:
+    """Whatever the first had to be loaded by, the second, without weights, has the same and says the same."""
+    folder: Path = request.getfixturevalue(which)
+    expected = type(rfork.fork_pretrained(folder, settings=Settings())).from_pretrained(folder)
+    first = rfork.fork_pretrained(folder, settings=settings)
+    second = rfork.fork_pretrained(without_weights(folder, tmp_path / which), settings=settings)
+    seed = report(first).seed
+    assert seed is not None
+    assert [seed.identity.instance_id] == [share.source_id for share in report(second).sources]
+    assert (proof(expected), proof(expected)) == (proof(first), proof(second))
+    assert torch.equal(logits(expected), logits(second))
+    assert (False, which) == (second.training, report(second).model)
+
+
+def test_what_loads_the_first(settings: Settings, llama: Path, mixtral: Path) -> None:
+    """Files that are read as they lie are read here; what only transformers can read is left to it."""
+    models = [rfork.fork_pretrained(folder, settings=settings) for folder in (llama, mixtral)]
+    assert [("forked", None), ("fallback", "the engine's loader")] == [
+        (report(model).outcome, report(model).fallback) for model in models
+    ]
+
+
+@pytest.mark.parametrize("which", ["llama", "mixtral"])
+def test_without_a_planner(request: pytest.FixtureRequest, which: str) -> None:
+    """The weights are loaded, and the report says why."""
+    folder: Path = request.getfixturevalue(which)
+    model = rfork.fork_pretrained(folder)
+    assert ("fallback", True) == (
+        report(model).outcome,
+        report(model).reasons[0].startswith("NoSource: no planner is set"),
+    )
+    assert proof(type(model).from_pretrained(folder)) == proof(model)
+
+
+def test_a_dtype_of_its_own(settings: Settings, llama: Path, tmp_path: Path) -> None:
+    """Models of another dtype do not fork from one another, and those of one do."""
+    first = rfork.fork_pretrained(llama, dtype="bfloat16", settings=settings)
+    bare = without_weights(llama, tmp_path / "llama")
+    with pytest.raises(NothingLeft, match="another layout"):
+        rfork.fork_pretrained(bare, settings=settings)
+    second = rfork.fork_pretrained(bare, dtype=torch.bfloat16, settings=settings)
+    expected = LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
+    assert (proof(expected), proof(expected)) == (proof(first), proof(second))
+
+
+def test_nothing_to_load_from(settings: Settings, llama: Path, tmp_path: Path) -> None:
+    """Without a source and without weights it fails, and says so."""
+    with pytest.raises(NothingLeft, match="no instance holds model llama"):
+        rfork.fork_pretrained(without_weights(llama, tmp_path / "llama"), settings=settings)
+
+
+def test_a_fork_that_is_required(settings: Settings, llama: Path) -> None:
+    """The weights are there, and are not loaded."""
+    with pytest.raises(NothingLeft):
+        rfork.fork_pretrained(llama, settings=settings.model_copy(update={"required": True}))
+
+
+def test_a_quantised_model_that_is_required(settings: Settings, llama: Path, tmp_path: Path) -> None:
+    """It cannot be forked, and nothing is put in its place."""
+    folder = without_weights(llama, tmp_path / "llama")
+    config = folder / "config.json"
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": quantised}))
+    with pytest.raises(ModelError, match="is quantised"):
+        rfork.fork_pretrained(folder, settings=settings.model_copy(update={"required": True}))
+
+
+def test_the_seed_ends_with_the_model(settings: Settings, llama: Path) -> None:
+    """A model that is gone is given no more: the planner knows it no longer."""
+    model = rfork.fork_pretrained(llama, settings=settings)
+    with PlannerClient(str(settings.planner)) as client:
+        held = report(model).seed
+        assert held is not None
+        assert held.wait_acknowledged(30)
+        assert 1 == len(client.instances(model="llama"))
+        del model, held
+        gc.collect()
+        wait_until_closed()
+        assert [] == client.instances(model="llama")
+
+
+def test_a_copy_is_no_fork(settings: Settings, llama: Path, tmp_path: Path) -> None:
+    """A model that was forked can be copied and saved like any other; only itself is a seed."""
+    model = rfork.fork_pretrained(llama, settings=settings)
+    other = copy.deepcopy(model)
+    torch.save(model, tmp_path / "model.pt")
+    read = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert (proof(model), proof(model)) == (proof(other), proof(read))
+    assert (None, None) == (rfork.report_of(other), rfork.report_of(read))
+
+
+def test_names_that_seeds_and_forks_meet_under(llama: Path) -> None:
+    """That of the hub, or the last part of the folder's; and the revision where one is named."""
+    found = [
+        meeting_name("acme/model"),
+        meeting_name("acme/model", "v2"),
+        meeting_name(llama),
+        meeting_name(str(llama)),
+    ]
+    assert ["acme/model", "acme/model@v2", "llama", "llama"] == found

@@ -1,0 +1,156 @@
+"""`rfork launch` as a real process, over stand-ins for engines: signals, exit codes, and the drain."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rfork.control.client import PlannerClient
+from rfork.image.board import ChunkBoard
+from rfork.image.capture import image_of
+from rfork.seed.seed import Identity, Seed
+from rfork.settings import Settings
+from rfork.transport.http import HttpTransport
+from rfork.wire import ForkRequest, Rank
+from tests.conftest import StartRfork
+from tests.processes import RforkProcess
+
+ENGINE = """#!{python}
+import importlib.metadata, os, signal, sys
+
+def say(*words):
+    print(*words, flush=True)
+
+def end(number, frame):
+    say("engine got", signal.Signals(number).name)
+    if "--stubborn" not in sys.argv:
+        sys.exit(7)
+
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, end)
+points = {{point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}}
+say("engine has", sys.argv[1:], os.environ["RFORK_PLANNER"], os.environ["RFORK_REPLICA"], points)
+if "--die" in sys.argv:
+    os.kill(os.getpid(), signal.SIGKILL)
+while "--once" not in sys.argv:
+    signal.pause()
+sys.exit(3)
+"""
+REPLICA = "server-1"
+Launch = Callable[..., RforkProcess]
+
+
+@pytest.fixture
+def launch(rfork_process: StartRfork, tmp_path: Path) -> Launch:
+    """Starts a stand-in by `rfork launch`, and waits until it is up."""
+    engine = tmp_path / "vllm"
+    engine.write_text(ENGINE.format(python=sys.executable))
+    engine.chmod(0o755)
+
+    def start(*arguments: str, planner: str = "http://127.0.0.1:9", drain_s: str = "20") -> RforkProcess:
+        options = ["--planner", planner, "--replica", REPLICA, "--drain-s", drain_s]
+        return rfork_process(
+            "launch", *options, "--", str(engine), "serve", "model", *arguments, until="engine has"
+        )
+
+    return start
+
+
+@pytest.fixture
+def planner(rfork_process: StartRfork) -> Iterator[PlannerClient]:
+    """A planner's client."""
+    process = rfork_process("planner", "--port", "0", "--json", until=r'"event": ?"ready"')
+    client = PlannerClient(process.wait_for(r"http://127.0.0.1:\d+").group())
+    yield client
+    client.close()
+
+
+def seed_of(planner: PlannerClient, replica: str, *, holds: bool = True) -> Seed:
+    """What a rank of the server would give, or would like to have."""
+    settings = Settings()
+    image = image_of({"weight": torch.ones(64)})
+    return Seed(
+        image,
+        Identity("model", Rank(), f"{replica}-{Rank().key}-dp0-00000000"),
+        settings,
+        [HttpTransport(settings)],
+        board=None if holds else ChunkBoard(image.layout.chunks),
+        manifest=image.manifest() if holds else None,
+        planner=PlannerClient(planner.url),
+    )
+
+
+def lines(process: RforkProcess) -> list[str]:
+    return re.findall("engine got .*", process.stdout)
+
+
+def test_the_engine_gets_what_it_needs(launch: Launch) -> None:
+    """Load format, planner, name and plug-in; and its exit code is the launcher's."""
+    process = launch("--once")
+    given = ["serve", "model", "--once", "--load-format", "rfork"]
+    said = f"engine has {given} http://127.0.0.1:9 {REPLICA} {{'rfork'}}"
+    assert (3, said) == (process.wait(), process.wait_for("engine has .*").group())
+
+
+def test_a_signal_that_ends_the_engine_is_told(launch: Launch) -> None:
+    """128 and the number of the signal, as shells say it."""
+    assert 128 + signal.SIGKILL == launch("--die").wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_other_signals_go_on_as_they_came(launch: Launch, number: signal.Signals) -> None:
+    """Once, and without a drain."""
+    process = launch()
+    process.signal(number)
+    assert (7, [f"engine got {number.name}"]) == (process.wait(), lines(process))
+
+
+def test_a_planner_that_is_away_does_not_hold_up_the_end(launch: Launch) -> None:
+    """A SIGTERM goes on to the engine, though nobody can be asked to drain it."""
+    process = launch()
+    process.signal(signal.SIGTERM)
+    assert (7, ["engine got SIGTERM"]) == (process.wait(), lines(process))
+
+
+def test_a_sigterm_drains_first(launch: Launch, planner: PlannerClient) -> None:
+    """The server's instance drains, though it is the last; that of one whose name begins alike does not."""
+    with seed_of(planner, REPLICA) as seed, seed_of(planner, f"{REPLICA}-b") as other:
+        assert (True, True) == (seed.wait_acknowledged(10), other.wait_acknowledged(10))
+        process = launch(planner=planner.url)
+        process.signal(signal.SIGTERM)
+        code = process.wait()
+        states = {view.report.instance_id: view.report.state for view in planner.instances()}
+        expected = {seed.identity.instance_id: "draining", other.identity.instance_id: "serving"}
+        assert (7, ["engine got SIGTERM"], expected) == (code, lines(process), states)
+
+
+def test_a_second_sigterm_goes_on_at_once(launch: Launch, planner: PlannerClient) -> None:
+    """Though the drain would go on: somebody reads from the server for longer than the test waits."""
+    with seed_of(planner, REPLICA) as seed, seed_of(planner, "reader", holds=False) as reader:
+        assert (True, True) == (seed.wait_acknowledged(10), reader.wait_acknowledged(10))
+        planner.ask(ForkRequest(fork_id="fork-1", instance=reader.report(), faults=(), current=()))
+        process = launch(planner=planner.url, drain_s="1000")
+        process.signal(signal.SIGTERM)
+        process.wait_for("draining")
+        process.signal(signal.SIGTERM)
+        assert (7, "engine got SIGTERM") == (process.wait(), lines(process)[0])
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["vllm", "bench"], "is no server"),
+        (["/no/such/vllm", "serve"], "cannot start /no/such/vllm"),
+        (["bash", "-c", "vllm serve m"], "a shell's"),
+    ],
+)
+def test_a_bad_command_is_one_line(rfork_process: StartRfork, command: list[str], said: str) -> None:
+    """Exit code 2, and what is wrong with it."""
+    process = rfork_process("launch", "--", *command)
+    assert (2, True, False) == (process.wait(), said in process.stderr, "Traceback" in process.stderr)

@@ -1,0 +1,86 @@
+"""Ports that are fixed, for several ranks of one host: each takes the first of the range that is free."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from rfork.errors import PortInUse
+from rfork.image.capture import image_of
+from rfork.seed.seed import Identity, Seed
+from rfork.settings import Settings
+from rfork.transport.http import HttpTransport
+
+RANKS = 3
+
+
+@pytest.fixture
+def first() -> Iterator[int]:
+    """A port with some free ones after it; nobody else is given it meanwhile."""
+    while True:
+        with ExitStack() as held, socket.socket() as lead:
+            lead.bind(("127.0.0.1", 0))
+            port = int(lead.getsockname()[1])
+            try:
+                for offset in range(1, 2 * RANKS):
+                    held.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
+            except OSError:
+                continue
+        yield port
+        return
+
+
+def seed_of(settings: Settings) -> Seed:
+    image = image_of({"weight": torch.ones(64)})
+    return Seed(image, Identity("model"), settings, [HttpTransport(settings)], manifest=image.manifest())
+
+
+def settings_of(first: int) -> Settings:
+    return Settings(peer_port=first, http_port=first + RANKS, ports=RANKS)
+
+
+def test_each_rank_takes_the_first_free_port(first: int) -> None:
+    """Three that are told the same ports run side by side, on these ports and no others."""
+    settings = settings_of(first)
+    with ExitStack() as running:
+        seeds = [running.enter_context(seed_of(settings)) for _ in range(RANKS)]
+        peers = [seed.report().address for seed in seeds]
+        urls = [seed._exports["http"].endpoint().parameters["url"] for seed in seeds]
+    assert (
+        [f"127.0.0.1:{first + rank}" for rank in range(RANKS)],
+        [f":{first + RANKS + rank}/" for rank in range(RANKS)],
+    ) == (peers, [url[len("http://127.0.0.1") :][: len(f":{first}/")] for url in urls])
+
+
+@pytest.mark.parametrize("setting", ["peer_port", "http_port"])
+def test_ports_that_are_all_taken_are_named(first: int, setting: str) -> None:
+    """One more than there are ports fails, and says which were tried and what sets them."""
+    settings = Settings(**{setting: first}, ports=RANKS)  # type: ignore[arg-type]
+    with ExitStack() as running:
+        for _ in range(RANKS):
+            running.enter_context(seed_of(settings))
+        with pytest.raises(PortInUse) as caught, seed_of(settings):
+            pass
+    said = f"{caught.value} {caught.value.hint}"
+    assert [True, True, True] == [
+        part in said
+        for part in (f"127.0.0.1:{first}-{first + RANKS - 1}", f"RFORK_{setting.upper()}", "RFORK_PORTS")
+    ]
+
+
+def test_one_port_is_named_alone(first: int) -> None:
+    """Without a range the one port is named, as it always was."""
+    settings = Settings(peer_port=first)
+    with seed_of(settings), pytest.raises(PortInUse) as caught, seed_of(settings):
+        pass
+    assert f"cannot listen on 127.0.0.1:{first}: the address is in use" == str(caught.value)
+
+
+def test_any_port_will_do() -> None:
+    """Without a port asked for there is no range; and none goes past the last port."""
+    settings = Settings(ports=RANKS)
+    assert ([0], [65534, 65535]) == ([*settings.ports_from(0)], [*settings.ports_from(65534)])

@@ -1,0 +1,168 @@
+"""Models in several parts: each rank, and each role, forks its own image and never another one's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+
+import rfork
+from rfork.control.client import PlannerClient
+from rfork.errors import NothingLeft
+from rfork.settings import Settings
+from rfork.wire import Rank
+from tests.conftest import StartRfork
+from tests.processes import RforkProcess
+
+EXAMPLE = "deploy.examples.pytorch.tensor_parallel"
+READY = r'^{"event": "ready".*$'
+
+Told = dict[str, str | int | list[int]]
+StartReplica = Callable[..., list[RforkProcess]]
+
+
+@pytest.fixture
+def planner(rfork_process: StartRfork) -> str:
+    """A planner that knows nobody yet."""
+    environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "3"}
+    process = rfork_process("planner", "--port", "0", "--json", environment=environment)
+    line = process.wait_for(r'^.*"event": ?"ready".*$').group()
+    return cast(dict[str, str], json.loads(line))["url"]
+
+
+@pytest.fixture
+def replica(planner: str) -> Iterator[StartReplica]:
+    """Starts replicas of two ranks; each process is ended with the test."""
+    started: list[RforkProcess] = []
+
+    def start(*arguments: str) -> list[RforkProcess]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        ranks = [
+            RforkProcess(
+                ["--planner", planner, *arguments],
+                {
+                    **os.environ,
+                    "PYTHONUNBUFFERED": "1",
+                    "OMP_NUM_THREADS": "1",
+                    "RFORK_TRANSPORTS": "http",
+                    "RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                },
+                module=EXAMPLE,
+            )
+            for rank in range(2)
+        ]
+        started.extend(ranks)
+        return ranks
+
+    yield start
+    for process in reversed(started):
+        process.stop()
+        print(process.transcript())
+
+
+def told(process: RforkProcess) -> Told:
+    """What a rank said when it was ready."""
+    return cast(Told, json.loads(process.wait_for(READY).group()))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_replicas_of_two_ranks(replica: StartReplica, tmp_path: Path) -> None:
+    """Each rank of the second forks from its own kind in the first; the logits are the same bytes."""
+    checkpoint = str(tmp_path / "model.safetensors")
+    subprocess.run([sys.executable, "-m", EXAMPLE, "--make", checkpoint], check=True)
+    first = [told(process) for process in replica("--checkpoint", checkpoint)]
+    processes = replica()
+    second = [told(process) for process in processes]
+    assert [True, True] == [str(rank["weights"]).startswith("forked ") for rank in second]
+    for each in ("weights_id", "logits", "tokens"):
+        assert [rank[each] for rank in first] == [rank[each] for rank in second]
+    assert 2 == len({str(rank["weights_id"]) for rank in first})
+    assert 1 == len({str(rank["logits"]) for rank in (*first, *second)})
+    for process in processes:
+        process.signal(signal.SIGTERM)
+    assert [0, 0] == [process.wait() for process in processes]
+
+
+class Part(nn.Module):
+    """Weights whose layout is the same for every rank and role."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.linear = nn.Linear(300, 400)
+
+    def equals(self, other: Part) -> bool:
+        """Whether it holds the same weights."""
+        return torch.equal(self.linear.weight, other.linear.weight)
+
+
+@pytest.fixture
+def settings(planner: str) -> Settings:
+    """Forks that give up soon."""
+    return Settings(planner=planner, transports=("http",), patience_s=0.2, drain_s=0)
+
+
+@pytest.mark.parametrize(
+    ("mine", "other"),
+    [
+        (Rank(tp=1, tp_size=2), Rank(tp=0, tp_size=2)),
+        (Rank(tp=0, tp_size=2), Rank()),
+        (Rank(pp=1, pp_size=2), Rank(pp=0, pp_size=2)),
+        (Rank(ep=1, ep_size=2), Rank(ep=0, ep_size=2)),
+        (Rank(role="draft"), Rank()),
+    ],
+    ids=lambda rank: rank.key,
+)
+def test_a_rank_takes_no_other_ranks_image(settings: Settings, mine: Rank, other: Rank) -> None:
+    """Of equal layouts, only that of the same place in a replica is taken; else there is none."""
+    theirs, ours, target = Part(1), Part(2), Part(3)
+    with rfork.seed(theirs, model="parts", rank=other, settings=settings) as giving:
+        assert giving.wait_acknowledged(30)
+        with pytest.raises(NothingLeft):
+            rfork.fork(target, model="parts", rank=mine, settings=settings)
+        assert not target.equals(theirs)
+        with rfork.seed(ours, model="parts", rank=mine, settings=settings) as right:
+            assert right.wait_acknowledged(30)
+            report = rfork.fork(target, model="parts", rank=mine, settings=settings)
+    assert report.seed is not None
+    report.seed.close()
+    assert (True, [right.identity.instance_id]) == (
+        target.equals(ours),
+        [share.source_id for share in report.sources],
+    )
+
+
+def test_two_models_in_one_process(settings: Settings) -> None:
+    """A target and its draft: two seeds, each with an id and a port of its own, each forked by its kind."""
+    roles = (Rank(role="target"), Rank(role="draft"))
+    sources, targets = (Part(1), Part(2)), (Part(3), Part(4))
+    with ExitStack() as open_seeds, PlannerClient(str(settings.planner)) as client:
+        for source, rank in zip(sources, roles, strict=True):
+            giving = open_seeds.enter_context(rfork.seed(source, model="pair", rank=rank, settings=settings))
+            assert giving.wait_acknowledged(30)
+        for target, rank in zip(targets, roles, strict=True):
+            report = rfork.fork(target, model="pair", rank=rank, settings=settings)
+            assert report.seed is not None
+            open_seeds.callback(report.seed.close)
+            assert report.seed.wait_acknowledged(30)
+        views = [view.report for view in client.instances(model="pair")]
+    assert [True, True] == [target.equals(source) for target, source in zip(targets, sources, strict=True)]
+    assert (4, 4) == (len({view.instance_id for view in views}), len({view.address for view in views}))
+    assert ["draft", "draft", "target", "target"] == sorted(view.rank.role for view in views)

@@ -1,0 +1,131 @@
+"""An engine's instance: weights that change, go away and come back, and what is given of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from rfork.engines.instance import ATTRIBUTE, Instance, instance_of
+from rfork.engines.traits import Traits
+from rfork.fork.report import ForkReport
+from rfork.image.capture import capture
+from rfork.seed.seed import Identity, Seed
+from rfork.settings import Settings
+from rfork.transport.http import HttpTransport
+
+
+def renewed(instance: Instance) -> None:
+    """Wait for the threads that renew."""
+    for thread in threading.enumerate():
+        if thread.name == "rfork-renew":
+            thread.join(30)
+
+
+def current(module: nn.Module, instance: Instance) -> bool:
+    """Whether what the seed tells is what the module holds."""
+    manifest = instance.seed.manifest
+    return manifest is not None and manifest.weights_id == capture(module).manifest().weights_id
+
+
+@pytest.fixture
+def module() -> nn.Module:
+    """A model."""
+    made = nn.Linear(16, 16)
+    made.scale = 1.0  # type: ignore[assignment]
+    return made
+
+
+@pytest.fixture
+def instance(module: nn.Module) -> Iterator[Instance]:
+    """Its instance, which gives it."""
+    traits = Traits(module, (), ())
+    image, settings = capture(module), Settings()
+    seed = Seed(
+        image, Identity("model"), settings, [HttpTransport(settings)], manifest=image.manifest()
+    ).start()
+    report = ForkReport("fork", "me", "model", "forked", image.layout.layout_id, "", 0, 0, 0, 0.0, {})
+    made = Instance(module, seed, report, traits, ())
+    setattr(module, ATTRIBUTE, made)
+    yield made
+    made.close(0.0)
+
+
+def test_an_update_is_given_once_it_is_done(module: nn.Module, instance: Instance) -> None:
+    """Nothing is given inside the block; afterwards the new weights and numbers are."""
+    with instance.updating():
+        within = instance.seed.manifest
+        with torch.no_grad():
+            module.get_parameter("weight").fill_(3.0)
+        vars(module)["scale"] = 2.0
+    renewed(instance)
+    floats = vars(module)["rfork"]["floats"]
+    assert (None, True, [2.0]) == (within, current(module, instance), next(iter(floats.values())).tolist())
+
+
+def test_a_renewal_that_comes_late_gives_nothing(module: nn.Module, instance: Instance) -> None:
+    """Where the next change has begun before the digest, the bytes may be anything."""
+    instance.fence()
+    instance._renewing.acquire()
+    instance.renew()
+    instance.fence()
+    instance._renewing.release()
+    renewed(instance)
+    assert None is instance.seed.manifest
+    instance.renew()
+    renewed(instance)
+    assert current(module, instance)
+
+
+def test_weights_that_moved_are_given_from_where_they_are(module: nn.Module, instance: Instance) -> None:
+    """Suspended and put elsewhere; also where the engine did not say so before."""
+    found = []
+    for suspends in (True, False):
+        if suspends:
+            instance.suspend()
+        parameter = module.get_parameter("weight")
+        parameter.data = parameter.data + 1
+        instance.renew()
+        renewed(instance)
+        found.append((current(module, instance), instance.seed.image.same_memory(capture(module))))
+    assert [(True, True), (True, True)] == found
+
+
+def test_another_layout_is_given_up(module: nn.Module, instance: Instance) -> None:
+    """The engine serves on; what it has now is nobody's who had the model before."""
+    instance.fence()
+    module.more = torch.zeros(3)
+    instance.renew()
+    renewed(instance)
+    assert None is instance.seed.manifest
+
+
+def test_a_bug_in_a_renewal_leaves_the_engine_alone(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is given, and no thread dies of it."""
+
+    def broken(_: Traits) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Traits, "note", broken)
+    instance.fence()
+    instance.renew()
+    renewed(instance)
+    assert None is instance.seed.manifest
+
+
+def test_a_closed_instance_does_nothing(module: nn.Module, instance: Instance) -> None:
+    """Whatever the engine tells it, and however often it is closed."""
+    instance.close(0.0)
+    instance.close(0.0)
+    generation = instance.seed.generation
+    instance.fence()
+    instance.suspend()
+    instance.renew()
+    assert (generation, instance, None) == (
+        instance.seed.generation, instance_of(module), instance_of(nn.Linear(1, 1))
+    )  # fmt: skip

@@ -1,0 +1,242 @@
+"""Ranks, steps and the end of an SGLang scheduler, with fakes in SGLang's place."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import cast
+
+import pytest
+
+from rfork.engines.instance import Instance
+from rfork.engines.sglang import hooks, leaving, points, ranks
+from rfork.engines.sglang.ranks import subject_of
+from rfork.settings import Settings
+from rfork.wire import Rank
+
+
+@dataclass(eq=False)
+class Told:
+    """An instance, and its seed, that write down what they are told."""
+
+    calls: list[str] = field(default_factory=list)
+    settings: Settings = field(default_factory=lambda: Settings(drain_s=60))
+
+    @property
+    def seed(self) -> Told:
+        """Itself."""
+        return self
+
+    def serving(self) -> AbstractContextManager[None]:
+        """Told."""
+        self.calls.append("serving")
+        return nullcontext()
+
+    def observe(self, seconds: float) -> None:
+        """Told."""
+        self.calls.append("observe")
+
+    def suspend(self) -> None:
+        """Told."""
+        self.calls.append("suspend")
+
+    def renew(self) -> None:
+        """Told."""
+        self.calls.append("renew")
+
+    def close(self, drain_s: float) -> None:
+        """Told."""
+        self.calls.append(f"close {drain_s:g}")
+
+
+@pytest.fixture
+def instance(monkeypatch: pytest.MonkeyPatch) -> Told:
+    """The instance of every model here: a model is its instance."""
+    monkeypatch.setattr(hooks, "instance_of", lambda model: cast(Instance, model))
+    return Told()
+
+
+def scheduler(model: Told, *, overlap: bool = False, generates: bool = True) -> SimpleNamespace:
+    """One that serves the model, and a draft of it."""
+    runner = SimpleNamespace(model=model)
+    worker = SimpleNamespace(model_runner=runner, weight_update_runners=lambda: [("target", runner)])
+    draft = SimpleNamespace(weight_update_runners=lambda: [("draft", runner)])
+    return SimpleNamespace(
+        tp_worker=worker,
+        draft_worker=draft,
+        enable_overlap=overlap,
+        is_generation=generates,
+        disaggregation_mode=SimpleNamespace(value="null"),
+    )
+
+
+def batch(*, decode: bool) -> SimpleNamespace:
+    """One that decodes, or fills the cache."""
+    return SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: decode))
+
+
+@pytest.mark.parametrize(
+    ("overlap", "generates", "decode", "expected"),
+    [
+        (False, True, True, ["serving"]),
+        (True, True, True, ["observe"]),
+        (False, True, False, []),
+        (True, True, False, []),
+        (False, False, False, ["serving"]),
+    ],
+)
+def test_decode_steps_are_the_work(
+    overlap: bool, generates: bool, decode: bool, expected: list[str], instance: Told
+) -> None:
+    """Each decode step is told, when it ends; of a server that never decodes, each batch."""
+    serves, step = scheduler(instance, overlap=overlap, generates=generates), batch(decode=decode)
+    result = hooks._run_batch(lambda *_: SimpleNamespace(), serves, step)
+    hooks._process_result(serves, step, result)
+    assert expected == instance.calls
+
+
+def test_the_end_waits_for_readers_but_not_for_long(instance: Told) -> None:
+    """A scheduler that ends closes all of its models, before SGLang would kill it."""
+    hooks._leave(scheduler(instance))
+    assert [f"close {hooks.LEAVE_S:g}"] * 2 == instance.calls
+
+
+@pytest.mark.parametrize(
+    ("tags", "saver", "backup", "expected"),
+    [
+        (["kv_cache"], True, False, []),
+        (["weights"], True, False, ["suspend"]),
+        (None, True, True, ["suspend", "renew"]),
+        (["weights", "kv_cache"], False, False, ["suspend", "renew"]),
+    ],
+)
+def test_memory_that_is_released(
+    tags: list[str] | None,
+    saver: bool,
+    backup: bool,
+    expected: list[str],
+    instance: Told,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights are let go of before their memory goes; what comes back is given only if it is what went."""
+    told = SimpleNamespace(
+        enable_memory_saver=saver, enable_weights_cpu_backup=backup, enable_draft_weights_cpu_backup=False
+    )
+    fake(monkeypatch, "sglang.srt.constants", GPU_MEMORY_TYPE_WEIGHTS="weights")
+    fake(monkeypatch, "sglang.srt.runtime_context", get_exec=lambda: SimpleNamespace(features=told))
+    manager = SimpleNamespace(_select_runners=lambda: [("target", SimpleNamespace(model=instance))])
+    request = SimpleNamespace(tags=tags)
+    assert "released" == hooks._release(lambda *_: "released", manager, request)
+    hooks._resume(None, manager, request)
+    assert expected == instance.calls
+
+
+def test_memory_that_is_not_released_after_all(instance: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where SGLang refuses to release the memory, the weights are given again."""
+    fake(monkeypatch, "sglang.srt.constants", GPU_MEMORY_TYPE_WEIGHTS="weights")
+    manager = SimpleNamespace(_select_runners=lambda: [("target", SimpleNamespace(model=instance))])
+
+    def busy(*_: object) -> None:
+        raise AssertionError("only when the server is idle")
+
+    with pytest.raises(AssertionError, match="idle"):
+        hooks._release(busy, manager, SimpleNamespace(tags=["weights"]))
+    assert ["suspend", "renew"] == instance.calls
+
+
+@pytest.mark.parametrize(
+    ("served", "draft", "settings", "expected"),
+    [
+        ("org/model", False, Settings(), ("org/model", "target")),
+        ("nice-name", False, Settings(), ("nice-name", "target")),
+        ("nice-name", True, Settings(), ("org/draft", "draft")),
+        ("nice-name", True, Settings(model="mine"), ("mine", "draft")),
+    ],
+)
+def test_ranks_by_the_engines_own_state(
+    served: str,
+    draft: bool,
+    settings: Settings,
+    expected: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A scheduler's coordinates are SGLang's; a draft is an image of its own, under its own name."""
+    parallel = SimpleNamespace(
+        tp_rank=3, tp_size=4, pp_rank=1, pp_size=2, moe_ep_rank=1, moe_ep_size=2, attn_dp_size=2,
+        attn_dp_rank=1, dp_rank=None, attn_tp_size=2, attn_cp_size=1, moe_dp_size=1,
+    )  # fmt: skip
+    moe = SimpleNamespace(
+        init_expert_location="trivial", ep_num_redundant_experts=0, moe_runner_backend="auto"
+    )
+    exec_ = SimpleNamespace(moe=moe, kernel=SimpleNamespace(attention_backend="triton"))
+    fake(
+        monkeypatch,
+        "sglang.srt.runtime_context",
+        get_model=lambda: SimpleNamespace(model_path="org/model"),
+        get_serving=lambda: SimpleNamespace(served_model_name=served),
+        get_parallel=lambda: parallel,
+        get_exec=lambda: exec_,
+    )
+    monkeypatch.setattr(ranks, "version", lambda _: "0.5.23")
+    monkeypatch.setattr(ranks, "type_name", lambda _: "Model")
+    subject = subject_of(
+        SimpleNamespace(
+            model_path="org/draft" if draft else "org/model",
+            revision=None,
+            is_draft_model=draft,
+            dtype="torch.bfloat16",
+            quantization="fp8",
+        ),
+        SimpleNamespace(draft_model_idx=None),
+        SimpleNamespace(device="cpu"),
+        settings,
+    )
+    assert expected == (subject.model, subject.rank.role)
+    assert Rank(
+        tp=3, tp_size=4, pp=1, pp_size=2, ep=1, ep_size=2, dp=1, role=subject.rank.role
+    ) == subject.rank  # fmt: skip
+    assert {"engine sglang 0.5.23", "device cpu", "dtype bfloat16", "quantization fp8"} < set(subject.facts)
+
+
+def test_readers_may_finish_before_the_schedulers_are_asked_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On SIGTERM the server's instances are drained; its last word to the schedulers waits for that."""
+    drained: list[str] = []
+
+    class ShutdownReq:
+        """SGLang's."""
+
+    def drain(client: object, replica: str, *, wait_s: float, force: bool) -> list[object]:
+        drained.append(f"{replica} {wait_s:g} {force}")
+        return []
+
+    fake(monkeypatch, "sglang.srt.managers.io_struct", ShutdownReq=ShutdownReq)
+    monkeypatch.setattr(leaving, "drain_replica", drain)
+    one = leaving.Leaving(Settings(planner="http://127.0.0.1:9", replica="sglang-1", drain_s=30))
+    one.before_dispatch(SimpleNamespace(), ShutdownReq())
+    one.on_sigterm(None, SimpleNamespace())
+    one.on_sigterm(None, SimpleNamespace())
+    one.before_dispatch(SimpleNamespace(), ShutdownReq())
+    assert ["sglang-1 30 True"] == drained
+
+
+@pytest.mark.parametrize(
+    ("point", "wrong"),
+    [
+        (points.Point("json.dumps", ("obj", "indent")), None),
+        (points.Point("json.dumps", ("obj", "colour")), "has no parameter colour"),
+        (points.Point("json.paint"), "is gone (module 'json' has no attribute 'paint')"),
+        (points.Point("no_such_package.thing"), "is gone (No module named 'no_such_package')"),
+    ],
+)
+def test_points_that_moved(point: points.Point, wrong: str | None) -> None:
+    """A function that is gone, or has lost a parameter, is named with what is wrong."""
+    assert ([] if wrong is None else [(point, wrong)]) == points.moved([point])
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, name: str, **content: object) -> None:
+    """Put a module in SGLang's place."""
+    module = ModuleType(name)
+    module.__dict__.update(content)
+    monkeypatch.setitem(sys.modules, name, module)

@@ -1,0 +1,361 @@
+"""What a sidecar makes of a stock engine's endpoints, and what it holds at the planner, without sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from planner.app import create_app
+from rfork.control.client import PlannerClient
+from rfork.engines.stock_sglang import leasing
+from rfork.engines.stock_sglang.asking import Asking
+from rfork.engines.stock_sglang.engine import Description, StockEngine, Version, WeightInfo
+from rfork.engines.stock_sglang.identity import PREFIX, instance_id, layout_id, seed_report, weights_id
+from rfork.engines.stock_sglang.leasing import SeedDesk
+from rfork.engines.stock_sglang.publishing import Publisher
+from rfork.engines.stock_sglang.serving import InfoClient
+from rfork.errors import (
+    LayoutMismatch,
+    LeaseRefused,
+    NoSource,
+    PlannerUnreachable,
+    RforkError,
+    SettingsError,
+    SourceBusy,
+    SourceCorrupt,
+    SourceGone,
+    SourceStalled,
+)
+from rfork.settings import PlannerSettings, Settings, TlsSettings
+from rfork.wire import InstanceReport, Lease, Placement, Rank, Route
+from tests.stock_engine import TENSORS, Endpoints
+from tests.unit.planner.app_transport import AppTransport
+
+SETTINGS = Settings(planner="http://p", host="node", patience_s=0.0)
+VERSION = Version("/models/m", "default")
+DESCRIPTION = Description("m", 1, 1, 1, "bfloat16", "", "", VERSION)
+INFO = WeightInfo("10.0.0.7:15001", TENSORS)
+Answer = Callable[[httpx.Request], httpx.Response]
+
+
+def engine_at(answer: Answer, token: str | None = None) -> StockEngine:
+    """An engine whose requests all go to `answer`."""
+    return StockEngine("http://e:30000/", token=token, transport=httpx.MockTransport(answer))
+
+
+def answered_by(endpoints: Endpoints, token: str | None = None) -> StockEngine:
+    """An engine that answers as the stand-in does."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        status, body = endpoints.answer(str(request.url), request.headers.get("Authorization"))
+        return httpx.Response(status, json=body)
+
+    return engine_at(answer, token)
+
+
+def raising(error: Exception) -> Answer:
+    """Nobody answers."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        raise error
+
+    return answer
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_an_engine_is_read_by_its_new_or_its_old_names(old: bool) -> None:
+    """Releases before the new names have only the old ones, which the newer log as deprecated."""
+    endpoints = Endpoints()
+    endpoints.only_old_names = old
+    engine = answered_by(endpoints)
+    assert (True, replace(DESCRIPTION, dtype="auto"), WeightInfo("127.0.0.1:15001", TENSORS)) == (
+        engine.healthy(), engine.describe(), engine.info(0),
+    )  # fmt: skip
+    assert old == any(path.startswith("/get_") for path in endpoints.asked)
+
+
+def test_an_engine_with_a_key_is_shown_it() -> None:
+    """Without the right one, the error names the variable to set."""
+    endpoints = Endpoints()
+    endpoints.key = "secret"
+    assert INFO.tensors == answered_by(endpoints, token="secret").info(0).tensors
+    with pytest.raises(SettingsError) as caught:
+        answered_by(endpoints).info(0)
+    assert "set RFORK_SIDECAR_ENGINE_TOKEN to its --api-key" == caught.value.hint
+
+
+def test_an_engine_that_gives_no_weights_says_how_to_start_it() -> None:
+    """It was not started as a seed, or has no Mooncake."""
+    with pytest.raises(SettingsError) as caught:
+        answered_by(Endpoints(ranks=0)).info(0)
+    flag = "--remote-instance-weight-loader-start-seed-via-transfer-engine"
+    assert f"start it with {flag}; one that was a client itself never gives any" == caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (raising(httpx.ConnectError("refused")), SourceGone),
+        (raising(httpx.ReadTimeout("")), SourceStalled),
+        (lambda _: httpx.Response(500), SourceGone),
+        (lambda _: httpx.Response(200, text="<html>"), SourceCorrupt),
+        (lambda _: httpx.Response(200, json={"rank": 0}), SourceCorrupt),
+        (
+            lambda _: httpx.Response(
+                200, json={"rank": 0, "remote_instance_transfer_engine_info": ["s", {"w": [0, 1, 2]}]}
+            ),
+            SourceCorrupt,
+        ),
+        (
+            lambda _: httpx.Response(
+                200, json={"rank": 1, "remote_instance_transfer_engine_info": ["s", {}]}
+            ),
+            SourceCorrupt,
+        ),
+        (
+            lambda _: httpx.Response(
+                200, json={"rank": 0, "remote_instance_transfer_engine_info": ["s", {}]}
+            ),
+            SourceCorrupt,
+        ),
+    ],
+)
+def test_what_is_no_answer_is_the_engines_fault(answer: Answer, kind: type[RforkError]) -> None:
+    """Nothing that could not be a seed's answer is passed on to a client."""
+    with pytest.raises(kind):
+        engine_at(answer).info(0)
+
+
+def test_an_engine_that_cannot_be_asked_is_not_healthy() -> None:
+    """Refused, silent or unready: all the same."""
+    answers = [raising(httpx.ConnectError("")), raising(httpx.ReadTimeout("")), lambda _: httpx.Response(503)]
+    assert [False, False, False] == [engine_at(answer).healthy() for answer in answers]
+
+
+@pytest.mark.parametrize("url", ["e:30000", "ftp://e", "http://", "http://e:x", ""])
+def test_a_url_that_cannot_be_used_is_refused(url: str) -> None:
+    """Before anything is connected."""
+    with pytest.raises(SettingsError):
+        StockEngine(url)
+
+
+def test_seeds_are_alike_by_what_a_client_would_compare_and_by_dtype() -> None:
+    """Addresses, sessions and the order of names do not count; sizes and what sizes cannot tell do."""
+    moved = {
+        name: (address + 64, count, size) for name, (address, count, size) in sorted(TENSORS.items())[::-1]
+    }
+    same = layout_id(DESCRIPTION, INFO)
+    assert same == layout_id(DESCRIPTION, WeightInfo("10.0.0.8:1", moved))
+    halved = {name: (address, count * 2, size // 2) for name, (address, count, size) in TENSORS.items()}
+    others = {
+        layout_id(replace(DESCRIPTION, dtype="float16"), INFO),
+        layout_id(replace(DESCRIPTION, quantization="fp8"), INFO),
+        layout_id(replace(DESCRIPTION, tp_size=2), INFO),
+        layout_id(replace(DESCRIPTION, ep_size=2), INFO),
+        layout_id(DESCRIPTION, WeightInfo("s", {**TENSORS, "more": (1, 1, 2)})),
+        layout_id(DESCRIPTION, WeightInfo("s", halved)),
+    }
+    assert (6, False) == (len(others), same in others)
+
+
+def test_weights_are_told_apart_by_name_and_version() -> None:
+    """Folders lie elsewhere on other hosts; only one that an update has moved says something."""
+    elsewhere = Version("/mnt/m", "default")
+    same = weights_id("m", VERSION, VERSION)
+    assert same == weights_id("m", elsewhere, elsewhere)
+    others = {
+        weights_id("n", VERSION, VERSION),
+        weights_id("m", VERSION, Version("/models/m", "2")),
+        weights_id("m", VERSION, Version("/models/m2", "default")),
+    }
+    assert (3, False) == (len(others), same in others)
+
+
+@pytest.mark.parametrize("session", ["10.0.0.7:15001", "[fd00::7]:15001", "høst name:1", "x" * 256])
+def test_a_seeds_report_can_be_sent_whatever_its_session(session: str) -> None:
+    """Its id is one that the planner takes, and another for other memory."""
+    info = WeightInfo(session, TENSORS)
+    report = seed_report(
+        SETTINGS, model="m", rank=0, description=DESCRIPTION, info=info, weights="0" * 32, generation=0,
+        address="h:1",
+    )  # fmt: skip
+    other = WeightInfo(session, {"other.weight": (1, 1, 2)})
+    assert (PREFIX, f"{PREFIX}m", 2080) == (report.instance_id[:7], report.model, report.image_bytes)
+    assert report.instance_id != instance_id(SETTINGS, 0, other)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (raising(httpx.ConnectError("refused")), SourceGone),
+        (raising(httpx.ReadTimeout("")), SourceStalled),
+        (lambda _: httpx.Response(403), LeaseRefused),
+        (lambda _: httpx.Response(410), SourceGone),
+        (lambda _: httpx.Response(200, text="<html>"), SourceCorrupt),
+    ],
+)
+def test_another_sidecar_is_blamed_for_what_it_did(answer: Answer, kind: type[RforkError]) -> None:
+    """A refused lease is nobody's fault but the asker's."""
+    with pytest.raises(kind):
+        InfoClient(TlsSettings(), httpx.MockTransport(answer))(_route(), 0)
+
+
+def test_a_seed_that_is_published_no_more_gives_nothing() -> None:
+    """Whatever token is shown."""
+    planner = PlannerClient("http://p", transport=AppTransport(create_app(PlannerSettings())))
+    publisher = Publisher(
+        answered_by(Endpoints()), planner, SETTINGS, model=None, address=lambda: "h:1", look_s=1.0
+    )
+    with pytest.raises(SourceGone):
+        publisher.give("sglang:gone", "token")
+
+
+class Fleet:
+    """A planner in memory, two seeds' reports in it, and a fetch that fails as it is told."""
+
+    def __init__(self, **seeds: InstanceReport) -> None:
+        self.planner = PlannerClient(
+            "http://p", transport=AppTransport(create_app(PlannerSettings(batch_s=0)))
+        )
+        for report in seeds.values():
+            self.planner.report(report)
+        self.fails: dict[str, RforkError] = {}
+        self.fetched: list[str] = []
+
+    def fetch(self, route: Route, rank: int) -> WeightInfo:
+        """What another sidecar answers."""
+        self.fetched.append(route.source_id)
+        if (error := self.fails.get(route.source_id)) is not None:
+            raise error
+        return INFO
+
+    def asking(self, wait_s: float = 0.0) -> Asking:
+        """Asks for model m."""
+        return Asking(
+            self.planner, self.fetch, SETTINGS, model="m", wait_s=wait_s, stopping=threading.Event()
+        )
+
+    def desk(self, *, engine_up: Callable[[], bool] | None = None, hold_s: float = 60.0) -> SeedDesk:
+        """Answers clients of model m; its thread is not started."""
+        return SeedDesk(
+            self.planner, self.fetch, SETTINGS, model="m", wait_s=0.0, hold_s=hold_s, engine_up=engine_up
+        )
+
+    def states(self) -> list[str]:
+        """Of all forks, in order."""
+        return sorted(fork.state for fork in self.planner.forks())
+
+
+def _seed(name: str, **changes: object) -> InstanceReport:
+    report = seed_report(
+        SETTINGS, model="m", rank=0, description=DESCRIPTION, info=WeightInfo(f"{name}:1", TENSORS),
+        weights="0" * 32, generation=0, address=f"{name}:9",
+    )  # fmt: skip
+    return report.model_copy(update={"instance_id": f"{PREFIX}{name}", **changes})
+
+
+def _route() -> Route:
+    return Route(
+        source_id="sglang:s", address="s:9", placement=Placement(host="s"), transports=("t",), generation=0,
+        chunks=((0, 1),), lease=Lease(token="t", expires_in_s=30.0),
+    )  # fmt: skip
+
+
+def test_a_seed_that_does_not_answer_is_reported_and_another_taken() -> None:
+    """The first is out of reach: the client never hears of it."""
+    fleet = Fleet(a=_seed("a"), b=_seed("b"))
+    fleet.fails = {f"{PREFIX}a": SourceGone("refused")}
+    assert (f"{PREFIX}b", [f"{PREFIX}a", f"{PREFIX}b"]) == (
+        fleet.asking(wait_s=5.0).granted(0, None).route.source_id, fleet.fetched,
+    )  # fmt: skip
+    assert 1 == len([view for view in fleet.planner.instances(state="serving") if view.quarantined])
+
+
+@pytest.mark.parametrize(
+    ("seeds", "kind"),
+    [
+        ({}, NoSource),
+        ({"full": _seed("full", max_readers=0)}, SourceBusy),
+        ({"draining": _seed("draining", state="draining")}, NoSource),
+        ({"a": _seed("a"), "b": _seed("b", layout_id="f" * 32)}, LayoutMismatch),
+        ({"a": _seed("a"), "b": _seed("b", weights_id="f" * 32)}, SourceBusy),
+    ],
+)
+def test_a_client_that_gets_no_seed_leaves_nothing_behind(
+    seeds: dict[str, InstanceReport], kind: type[RforkError]
+) -> None:
+    """The error says which it is, and the planner holds no fork and no target for it."""
+    fleet = Fleet(**seeds)
+    with pytest.raises(kind):
+        fleet.asking().granted(0, None)
+    assert [] == [state for state in fleet.states() if state in ("planning", "running")]
+    assert sorted(report.instance_id for report in seeds.values()) == [
+        view.report.instance_id for view in fleet.planner.instances()
+    ]
+
+
+def test_a_planner_that_is_away_is_waited_for_and_then_named() -> None:
+    """Nobody else could say which seed to take."""
+    fleet = Fleet()
+    fleet.planner = PlannerClient("http://p", transport=httpx.MockTransport(raising(httpx.ConnectError(""))))
+    with pytest.raises(PlannerUnreachable):
+        fleet.asking().granted(0, None)
+
+
+def test_the_seed_that_came_to_nothing_is_avoided_unless_it_is_the_last() -> None:
+    """No seed is blamed for a client that did not come up."""
+    fleet = Fleet(a=_seed("a"), b=_seed("b"))
+    first = fleet.asking().granted(0, f"{PREFIX}a").route.source_id
+    fleet.planner.remove(f"{PREFIX}b")
+    again = fleet.asking().granted(0, f"{PREFIX}a").route.source_id
+    assert (f"{PREFIX}b", f"{PREFIX}a") == (first, again)
+    assert [] == [view for view in fleet.planner.instances() if view.quarantined]
+
+
+def test_an_engine_that_was_healthy_all_along_says_nothing_of_a_read() -> None:
+    """Somebody else asked: the lease is held on."""
+    fleet = Fleet(a=_seed("a"))
+    desk = fleet.desk(engine_up=lambda: True)
+    desk.answer(0)
+    desk.look()
+    assert ["running"] == fleet.states()
+    desk.stop()
+    assert ["failed"] == fleet.states()
+
+
+@pytest.mark.parametrize(("hold_s", "expected"), [(60.0, "running"), (0.0, "failed")])
+def test_a_lease_is_not_held_for_ever(hold_s: float, expected: str) -> None:
+    """A client that never comes up, or of which nothing is known, gives its place back in the end."""
+    fleet = Fleet(a=_seed("a"))
+    desk = fleet.desk(hold_s=hold_s)
+    desk.answer(0)
+    desk.look()
+    assert [expected] == fleet.states()
+
+
+def test_a_lease_that_the_planner_gives_no_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seed changed its weights in place: the generation that was read is gone."""
+    monkeypatch.setattr(leasing, "RENEWALS", 1e9)
+    fleet = Fleet(a=_seed("a"))
+    desk = fleet.desk()
+    desk.answer(0)
+    fleet.planner.report(_seed("a", generation=1))
+    desk.look()
+    (fork,) = fleet.planner.forks()
+    assert ("failed", True) == (fork.state, "changed its weights" in str(fork.finish))
+
+
+def test_two_ranks_are_held_apart() -> None:
+    """Each has its own lease, and one that asks again gives up its own alone."""
+    ranks = [_seed(f"r{rank}", rank=Rank(tp=rank, tp_size=2)) for rank in (0, 1)]
+    fleet = Fleet(zero=ranks[0], one=ranks[1])
+    desk = fleet.desk()
+    for rank in (0, 1, 1):
+        desk.answer(rank)
+    assert (["failed", "running", "running"], [f"{PREFIX}r0", f"{PREFIX}r1", f"{PREFIX}r1"]) == (
+        fleet.states(), fleet.fetched,
+    )  # fmt: skip

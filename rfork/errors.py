@@ -9,6 +9,7 @@
     │   ├── PortInUse              the address to listen on is taken
     │   ├── CheckpointError        a checkpoint folder is missing, incomplete or does not fit the model
     │   ├── ModelError             a model folder cannot be built into a module
+    │   ├── EngineMismatch         the engine is not made as the plug-in knows it
     │   └── UnsupportedTensor      a tensor that has no bytes to carry (meta, sparse, quantized wrapper)
     ├── TargetError                fault: target   exit 3   the side that receives is at fault
     │   ├── LayoutMismatch         target and source do not hold the same tensors; names the first difference
@@ -105,6 +106,10 @@ class CheckpointError(UserError):
 
 class ModelError(UserError):
     """A model folder cannot be built into a module."""
+
+
+class EngineMismatch(UserError):
+    """The engine is not made as the plug-in knows it: it is another version than those tested."""
 
 
 class UnsupportedTensor(UserError):

@@ -144,7 +144,7 @@ class Settings(BaseSettings):
         None, description="name that seeds and forks of this server meet under; none: the model's own, as the server was given it"
     )
     replica: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = Field(
-        None, description="what the instance ids of all ranks of one server begin with; set by `rfork launch` and the plug-ins"
+        None, description="what the instance ids of all ranks of one server begin with; unique for each server, as two with one name are drained together; set by `rfork launch` and the plug-ins"
     )
 
     # The cold start.

@@ -1,4 +1,8 @@
-"""`rfork launch`: start SGLang or vLLM so that it forks, and drain it before it ends."""
+"""`rfork launch`: start SGLang or vLLM so that it forks, and drain it before it ends.
+
+Where a planner is set, the server is given RFORK_DRAIN_S=0: it is drained here, for `drain_s` seconds at
+most, before the SIGTERM reaches it, and would else wait as long again. So no other signal drains it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from rfork.cli.connect import planner_client
 from rfork.cli.console import reported
 from rfork.control.draining import drain_replica
 from rfork.engines import flags
-from rfork.engines.launch import findable, rewritten
+from rfork.engines.launch import findable, for_the_engine, rewritten
 from rfork.engines.supervising import supervise
 from rfork.errors import RforkError, SettingsError
 from rfork.logs import configure, logger
@@ -39,7 +43,7 @@ def launch(
         configure(settings.log_json, settings.log_level)
         replica = started.environment[flags.variable("replica")]
         log.info("launching", engine=started.engine, replica=replica, command=" ".join(started.command))
-        with findable(started.environment) as environment:
+        with findable(for_the_engine(started.environment, settings)) as environment:
             code = supervise(started.command, environment, lambda stop: _drain(settings, replica, stop))
         raise typer.Exit(code)
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from rfork.engines.naming import meeting_name
+
 PlannerOption = Annotated[
     str | None, typer.Option("--planner", help="URL of the planner [env: RFORK_PLANNER]", show_default=False)
 ]
@@ -27,4 +29,4 @@ HostOption = Annotated[str | None, typer.Option("--host", help="Name of this nod
 
 def model_name(folder: Path, name: str | None) -> str:
     """The name seeds and forks meet under."""
-    return name or folder.resolve().name
+    return name or meeting_name(folder)

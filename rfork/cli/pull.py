@@ -73,10 +73,11 @@ def pull(
         )
         logs.configure(json=chosen.log_json or as_json, level=chosen.log_level)
         from rfork.engines import torch as engine
-        from rfork.engines.transformers import empty_model
+        from rfork.engines.transformers import Unfilled
+        from rfork.image.capture import capture
         from rfork.image.proof import image_sha256
 
-        module = empty_model(folder)
+        unfilled = Unfilled(folder, checkpoint)
         with Bar(f"fork {model_name(folder, name)}") as bar:
 
             def show(progress: ForkProgress, image_bytes: int) -> None:
@@ -86,18 +87,21 @@ def pull(
                 done = min(max(progress.bytes_read, there), image_bytes)
                 bar.update(done, image_bytes, f"({verified} chunks verified)")
 
-            report = engine.fork(
-                module,
+            report = engine.run_fork(
+                unfilled.model,
                 model=model_name(folder, name),
+                rank=None,
                 snapshot=snapshot,
-                checkpoint=checkpoint,
+                ways=unfilled.ways,
+                exclude=(),
                 settings=chosen,
                 on_progress=show,
             )
+        module = unfilled.model
         try:
             result = report.to_dict()
-            if sha256 and report.seed is not None:
-                result["sha256"] = image_sha256(report.seed.image)
+            if sha256:
+                result["sha256"] = image_sha256(capture(module))
             if output is not None:
                 _write(module, folder, output)
                 result["output"] = str(output)

@@ -72,14 +72,18 @@ class Engine(Protocol):
 def bring_up(engine: Engine, subject: Subject, settings: Settings | None = None) -> nn.Module:
     """A model with its weights: forked where somebody has them, else loaded by the engine; then a seed.
 
+    Without a planner they come from the snapshot that the settings name; without either, the engine loads.
     Returns the model in the state that the engine's own loader leaves it in; `instance_of` gives its
     instance, unless it gives nothing. Raises what the engine's loader raises; with the setting `required`,
     an RforkError instead of calling it. Bad settings are a SettingsError.
     """
     chosen = settings or options.load(Settings)
-    if chosen.planner is None:
+    if chosen.planner is None and chosen.snapshot is None:
         if chosen.required:
-            raise SettingsError("no planner is set, and RFORK_REQUIRED is", hint="set RFORK_PLANNER")
+            raise SettingsError(
+                "neither a planner nor a snapshot is set, and RFORK_REQUIRED is",
+                hint="set RFORK_PLANNER or RFORK_SNAPSHOT",
+            )
         log.warning("no planner is set: the engine loads its weights by itself", hint="set RFORK_PLANNER")
         return engine.load()
     return _BringUp(engine, subject, chosen).run()
@@ -129,7 +133,7 @@ class _BringUp:
         try:
             if not self._loading and (changed := traits.apply()):
                 log.info("numbers of the modules taken over", count=changed)
-            setattr(module, ATTRIBUTE, Instance(module, seed, report, traits, self._subject.exclude))
+            setattr(module, ATTRIBUTE, Instance(module, seed, report, traits))
         except BaseException:
             seed.close()  # it must not give what is about to be given up
             raise
@@ -137,17 +141,14 @@ class _BringUp:
 
     def _session(self) -> ForkSession:
         chosen, subject = self._settings, self._subject
-        if self._made is None or chosen.planner is None:
+        if self._made is None:
             raise NothingLeft("there is no model to fill", ())
-        token = chosen.token.get_secret_value() if chosen.token is not None else None
         return ForkSession(
             self._made,
             Identity(subject.model, subject.rank, _instance_id(chosen, subject.rank)),
             chosen,
             choose(chosen),
-            planner=PlannerClient(
-                chosen.planner, token=token, tls=chosen.tls, timeout_s=chosen.planner_timeout_s
-            ),
+            planner=_planner(chosen),
             dial=lambda address, token: PeerClient(address, token, chosen.tls),
             fallbacks=self._ways(),
             exclude=subject.exclude,
@@ -192,6 +193,16 @@ def collect() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def _planner(settings: Settings) -> PlannerClient | None:
+    """None: only a snapshot is set, or nothing."""
+    if settings.planner is None:
+        return None
+    token = settings.token.get_secret_value() if settings.token is not None else None
+    return PlannerClient(
+        settings.planner, token=token, tls=settings.tls, timeout_s=settings.planner_timeout_s
+    )
 
 
 def _instance_id(settings: Settings, rank: Rank) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from torch import nn
@@ -17,6 +17,7 @@ from rfork.engines.traits import Traits
 from rfork.errors import LayoutMismatch, RforkError
 from rfork.fork.report import ForkReport
 from rfork.image.capture import capture
+from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.seed.seed import Seed
 
@@ -29,13 +30,10 @@ ATTRIBUTE = "rfork_instance"
 class Instance:
     """What the engine's room tells of its model; thread-safe. Once it is closed, a call does nothing."""
 
-    def __init__(
-        self, module: nn.Module, seed: Seed, report: ForkReport, traits: Traits, exclude: Sequence[str]
-    ) -> None:
-        """`exclude` is what the image leaves out of the module; see `capture`."""
+    def __init__(self, module: nn.Module, seed: Seed, report: ForkReport, traits: Traits) -> None:
+        """`seed` gives the image of `module`, or of a part of its tensors."""
         self.seed = seed
         self.report = report
-        self.exclude = exclude
         self._module = module
         self._traits = traits
         self._renewing = threading.Lock()
@@ -58,16 +56,14 @@ class Instance:
 
     def fence(self) -> None:
         """The weights are about to change: give nothing from now on. Returns once nobody reads them."""
-        if not self._closed:
-            self.seed.fence()
+        self._let_go(self.seed.fence)
 
     def suspend(self) -> None:
         """The memory of the weights is about to be released or moved; `renew` takes it on again.
 
         Returns once nobody reads it and no device has it registered: digesting it is seen to its end first.
         """
-        if not self._closed:
-            self.seed.suspend()
+        self._let_go(self.seed.suspend)
 
     def renew(self) -> None:
         """The weights are whole again, maybe others, maybe elsewhere: digest and give them, in a thread.
@@ -78,9 +74,17 @@ class Instance:
         if self._closed:
             return
         if self.seed.manifest is not None:
-            self.seed.fence()  # the caller forgot to: what is given is not what was told
+            self.fence()  # the caller forgot to: what is given is not what was told
         arguments = (self.seed.generation,)
         threading.Thread(target=self._renew, args=arguments, name="rfork-renew", daemon=True).start()
+
+    def captured(self) -> Image:
+        """The tensors that are given, as the model has them now; what was hung on it since is left out.
+
+        Where one is gone, or another, the layout differs from the seed's. Raises UnsupportedTensor.
+        """
+        given = self.seed.image.layout.tensors
+        return capture(self._module, only={spec.name for spec in given})
 
     def close(self, drain_s: float | None = None) -> None:
         """Give no more, after the readers there are had `drain_s` seconds (none: the setting) to finish."""
@@ -89,22 +93,39 @@ class Instance:
                 self._closed = True
                 self.seed.close(self.seed.settings.drain_s if drain_s is None else drain_s)
 
+    def _let_go(self, how: Callable[[], None]) -> None:
+        """The engine does its work, whatever an exporter says: the weights are only not given then."""
+        if self._closed:
+            return
+        try:
+            how()
+        except Exception:
+            log.exception("not a seed until the weights are whole again: they were not let go of in order")
+            if self.seed.manifest is not None:  # it did not come to it
+                self._end()
+
+    def _end(self) -> None:
+        try:
+            self.close(0.0)
+        except Exception:
+            log.exception("not closed in order")
+
     def _renew(self, generation: int) -> None:
         with self._renewing:
             try:
                 if generation != self.seed.generation:
                     return  # the weights change again by now
                 self._traits.note()
-                self.seed.resume(capture(self._module, exclude=self.exclude), generation)
+                self.seed.resume(self.captured(), generation)
             except LayoutMismatch as error:
-                self.seed.fence()
+                self.fence()
                 log.error(
                     "not a seed any more: the engine put other tensors into the model", because=str(error)
                 )
             except RforkError as error:
                 log.error("not a seed any more", because=str(error), hint=error.hint)
             except Exception:  # the engine serves on, whatever becomes of its seed
-                self.seed.fence()
+                self.fence()
                 log.exception("not a seed any more")
 
 

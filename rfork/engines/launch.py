@@ -16,12 +16,13 @@ from typing import Final, Literal
 from uuid import uuid4
 
 import rfork
+from rfork.engines import LOAD_FORMAT
 from rfork.engines.flags import variable
 from rfork.errors import SettingsError
+from rfork.settings import Settings
 
 EngineName = Literal["vllm", "sglang"]
 
-LOAD_FORMAT: Final = "rfork"
 PLUGIN: Final = "rfork"
 ENTRY_POINTS: Final[Mapping[str, str]] = {
     "vllm.general_plugins": "rfork.engines.vllm.plugin:register",
@@ -79,6 +80,15 @@ def rewritten(command: Sequence[str], environment: Mapping[str, str]) -> Launch:
         variables[allowlist] = ",".join(names if PLUGIN in names else [*names, PLUGIN])
     variables.setdefault(variable("replica"), replica_name())
     return Launch(engine, tuple(words), variables)
+
+
+def for_the_engine(environment: Mapping[str, str], settings: Settings) -> dict[str, str]:
+    """The environment of a server whose launcher drains it: its own side waits for no reader again.
+
+    `settings` are those of the environment. Without a planner in them the launcher drains nothing.
+    """
+    alone = {} if settings.planner is None else {variable("drain_s"): "0"}
+    return {**environment, **alone}
 
 
 def replica_name() -> str:

@@ -14,6 +14,7 @@ from torch import nn
 
 from rfork import settings as options
 from rfork.engines.blueprint import SAFETENSORS, Blueprint
+from rfork.engines.naming import meeting_name
 from rfork.engines.torch import run_fork, settings_of
 from rfork.errors import ModelError, RforkError, UnsupportedTensor
 from rfork.fork.fallback import Fallback, checkpoint_fallback, engine_fallback
@@ -111,13 +112,6 @@ def report_of(model: nn.Module) -> ForkReport | None:
     """How a model of `fork_pretrained` got its weights, and the seed that gives them; None of any other."""
     held = vars(model).get(ATTRIBUTE)
     return held.report if isinstance(held, _Forked) else None
-
-
-def meeting_name(source: str | Path, revision: str | None = None) -> str:
-    """The name seeds and forks of a model meet under: the hub's, or the last part of the folder's."""
-    folder = Path(source)
-    named = folder.resolve().name if isinstance(source, Path) or folder.is_dir() else source
-    return f"{named}@{revision}" if revision is not None else named
 
 
 def _unforked(blueprint: Blueprint, settings: Settings, error: RforkError) -> PreTrainedModel:

@@ -1,4 +1,7 @@
-"""Hugging Face folders through transformers: a model with its weights, or without."""
+"""Hugging Face folders through transformers: a model with its weights, or without.
+
+Runs on the source as `loaded_model`, on the target as `Unfilled`.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,66 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
+from rfork import settings as options
 from rfork.engines.blueprint import Blueprint, naming
+from rfork.errors import CheckpointError, ModelError
+from rfork.fork.fallback import Fallback, checkpoint_fallback, engine_fallback
+from rfork.settings import StorageSettings
+from rfork.storage.location import Location
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def empty_model(folder: Path) -> PreTrainedModel:
-    """The model of `folder`'s config.json on the CPU, its weights allocated but not read or initialised.
+class Unfilled:
+    """The model of a folder's config.json on the CPU, and the checkpoint that it may be filled from.
 
-    What a model computes for itself when it is built (rotary tables) is there. Raises ModelError.
+    Its weights are allocated, but neither read nor initialised; what a model computes for itself when it is
+    built (rotary tables) is there.
+
+    Most checkpoints are read as they lie, wherever that is. Where transformers turns or merges weights as it
+    reads them, a folder of this machine is left to it: it builds another model in the place of the first.
     """
-    return Blueprint.of(folder).empty()
+
+    def __init__(self, folder: Path, checkpoint: str | Path | None = None) -> None:
+        """`checkpoint` is a path, or a URI of any storage. Raises ModelError or SettingsError."""
+        self._blueprint = Blueprint.of(folder)
+        self.model = self._blueprint.empty()
+        """After the fork, the one that is filled: maybe not the first."""
+        self.ways = [] if checkpoint is None else [self._way(checkpoint)]
+        """For `rfork.engines.torch.run_fork`."""
+
+    def _way(self, checkpoint: str | Path) -> Fallback:
+        if self._blueprint.as_stored(self.model):
+            return checkpoint_fallback(checkpoint, options.load(StorageSettings))
+        place = Location.parse(checkpoint)
+        if place.scheme != "file":
+            return _refused(checkpoint, "give it as a folder of this machine")
+        try:
+            stored = Blueprint.of(Path(place.path), dtype=self._blueprint.dtype)
+        except ModelError as error:
+            return _refused(checkpoint, str(error))
+        if not stored.loadable:
+            return _refused(checkpoint, "no file of weights is there")
+
+        def load() -> nn.Module:
+            self.model = stored.loaded()
+            return self.model
+
+        return engine_fallback(load, lambda: None)
+
+
+def _refused(checkpoint: str | Path, why: str) -> Fallback:
+    """A way that does not work, so that its reason stands beside those of the others."""
+
+    def refuse(*_: object) -> None:
+        raise CheckpointError(
+            f"{checkpoint}: transformers turns weights of this model as it reads them, so only it can: {why}"
+        )
+
+    return Fallback(f"checkpoint {checkpoint}", refuse, open=refuse)
 
 
 def loaded_model(folder: Path) -> PreTrainedModel:

@@ -23,6 +23,7 @@ from rfork.fields import StorageKind, Text
 from rfork.image import ranges
 from rfork.image.capture import capture
 from rfork.image.memory import Image
+from rfork.image.walk import plain_tensors
 from rfork.logs import logger
 from rfork.settings import StorageSettings
 from rfork.storage.base import Storage
@@ -146,7 +147,12 @@ class Derived:
 
     def __init__(self, module: nn.Module, image: Image) -> None:
         state = module.state_dict(keep_vars=False).values()
-        loaded = ranges.normalise(_span(value) for value in state if isinstance(value, torch.Tensor))
+        loaded = ranges.normalise(
+            _span(plain)
+            for value in state
+            if isinstance(value, torch.Tensor)
+            for plain in plain_tensors(value)
+        )
         begins = [begin for begin, _ in loaded]
         self.kept: list[tuple[int, torch.Tensor]] = []
         self._regions: list[torch.Tensor] = []

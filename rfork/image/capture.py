@@ -8,7 +8,7 @@ written, so that an image can be the data section of one.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -29,11 +29,12 @@ WIDEST_ALIGNMENT = 16
 NUMBERS = re.compile(r"([0-9]+)")
 
 
-def capture(module: nn.Module, *, exclude: Sequence[str] = ()) -> Image:
+def capture(module: nn.Module, *, exclude: Sequence[str] = (), only: Collection[str] | None = None) -> Image:
     """The image of every tensor `module` serves with, less those whose name matches a pattern of `exclude`.
 
-    Patterns are those of `fnmatch`, as ``*.kv_cache.*``. Which tensors are found, and under what
-    names, is said at `rfork.image.walk.named_tensors`. Copies nothing: the image's bytes are the
+    Patterns are those of `fnmatch`, as ``*.kv_cache.*``. With `only`, none but the tensors of these names are
+    taken, and one that is not there is passed over: the layout tells. Which tensors are found, and under
+    what names, is said at `rfork.image.walk.named_tensors`. Copies nothing: the image's bytes are the
     tensors' own. A tensor that is replaced later (``parameter.data = …``) is no longer in the image.
 
     Tensors whose bytes overlap in memory are carried once, as one region, with all bytes between the
@@ -53,6 +54,9 @@ def capture(module: nn.Module, *, exclude: Sequence[str] = ()) -> Image:
                 for name, tensor in tensors.items()
                 if not any(fnmatchcase(name, pattern) for pattern in exclude)
             }
+        if only is not None:
+            names = frozenset(only)
+            tensors = {name: tensor for name, tensor in tensors.items() if name in names}
         return image_of(tensors)
 
 

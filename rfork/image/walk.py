@@ -34,6 +34,16 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return walk.found
 
 
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that hold a tensor's bytes: itself, or those that a subclass wraps (a DTensor's shard)."""
+    wraps: bool = is_traceable_wrapper_subclass(tensor)
+    if not wraps:
+        yield tensor
+        return
+    for _, inner in _inner(tensor):
+        yield from plain_tensors(inner)
+
+
 class _Walk:
     """One traversal. Objects on the current path are not entered again, so cycles end.
 
@@ -98,12 +108,8 @@ class _Walk:
         self._path.add(id(tensor))
         wraps: bool = is_traceable_wrapper_subclass(tensor)
         if wraps:
-            # The wrapper has no bytes of its own.
-            inner, _ = cast(TraceableWrapperSubclass, tensor).__tensor_flatten__()
-            for key in inner:
-                value = getattr(tensor, key)
-                if isinstance(value, torch.Tensor):  # a DTensor names its device mesh as well
-                    self._tensor(_join(name, key), value)
+            for key, value in _inner(tensor):
+                self._tensor(_join(name, key), value)
         else:
             self._keep(name, tensor)
         for key, value in hung.items():
@@ -113,6 +119,15 @@ class _Walk:
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         if self.found.setdefault(name, tensor) is not tensor:
             raise UnsupportedTensor(name, "another tensor has the same name")
+
+
+def _inner(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a wrapper wraps, by the names it has there: the wrapper has no bytes of its own."""
+    names, _ = cast(TraceableWrapperSubclass, tensor).__tensor_flatten__()
+    for name in names:
+        value = getattr(tensor, name)
+        if isinstance(value, torch.Tensor):  # a DTensor names its device mesh as well
+            yield name, value
 
 
 def _registered(root: nn.Module) -> set[int]:

@@ -35,7 +35,7 @@ def why(device="cuda", quantization=None, is_moe=False, method=None, gigabytes=0
     return refusing.reason(config, model)
 
 told = {
-    "moved": list(points.moved_among(points.POINTS)),
+    "moved": [wrong for _, wrong in points.moved(points.POINTS)],
     "same": loaders["rfork"] is first,
     "plain": [why(), why("cpu"), why(quantization="fp8"), why(is_moe=True), why(method="draft_model")],
     "refused": {

@@ -127,15 +127,20 @@ def test_another_is_elected_where_a_loader_fails(fleet: Fleet, failure: str) -> 
 
 
 def test_one_without_weights_is_never_elected(fleet: Fleet) -> None:
-    """A folder that has only the configuration waits for one that has the weights."""
-    poor = fleet.node("--config-only", patience_s="30")
+    """A folder that has only the configuration stands behind one that has the weights, and forks from it."""
+    rich, poor = fleet.node("--gate"), fleet.node("--config-only")
+    rich.begin("up")
+    rich.wait_for(LOADING)
     poor.begin("up")
-    poor.wait_for("not offered for a cold start")
-    rich = fleet.node()
-    loaded, forked = rich.ask("up"), poor.answer()
+    poor.wait_for("planned")
+    fleet.open_gate()
+    loaded, forked = rich.answer(), poor.answer()
     assert ([str(rich.pid)], 0, proof_of(1, SIZE), loaded["proof"]) == (
-        fleet.loads, forked["loads"], forked["proof"], forked["proof"]
-    )  # fmt: skip
+        fleet.loads,
+        forked["loads"],
+        forked["proof"],
+        forked["proof"],
+    )
 
 
 def test_the_report_says_why_it_was_elected(fleet: Fleet) -> None:

@@ -17,7 +17,6 @@ from transformers import AutoConfig, LlamaForCausalLM, MixtralForCausalLM, PreTr
 
 import rfork
 from rfork.control.client import PlannerClient
-from rfork.engines.pretrained import meeting_name
 from rfork.errors import ModelError, NothingLeft
 from rfork.image.capture import capture
 from rfork.image.proof import image_sha256
@@ -204,12 +203,21 @@ def test_a_copy_is_no_fork(settings: Settings, llama: Path, tmp_path: Path) -> N
     assert (None, None) == (rfork.report_of(other), rfork.report_of(read))
 
 
-def test_names_that_seeds_and_forks_meet_under(llama: Path) -> None:
-    """That of the hub, or the last part of the folder's; and the revision where one is named."""
-    found = [
-        meeting_name("acme/model"),
-        meeting_name("acme/model", "v2"),
-        meeting_name(llama),
-        meeting_name(str(llama)),
-    ]
-    assert ["acme/model", "acme/model@v2", "llama", "llama"] == found
+def test_pull_leaves_it_to_transformers_where_it_has_to(
+    rfork_process: StartRfork, planner: str, mixtral: Path, tmp_path: Path
+) -> None:
+    """`rfork pull --checkpoint` of weights that are merged as they are read: a folder works, a URI cannot."""
+    bare = without_weights(mixtral, tmp_path / "bare")
+    expected = proof(MixtralForCausalLM.from_pretrained(mixtral))
+    common = ("pull", str(bare), "--planner", planner, "--json", "--sha256")
+    quick = {"RFORK_TRANSPORTS": "http", "RFORK_PATIENCE_S": "0.2", "RFORK_DRAIN_S": "0"}
+    fails = rfork_process(*common, "--checkpoint", "s3://models/mixtral/", environment=quick)
+    assert (7, True) == (fails.wait(), "only it can: give it as a folder of this machine" in fails.stdout)
+    works = rfork_process(*common, "--checkpoint", mixtral.as_uri(), environment=quick)
+    assert 0 == works.wait()
+    found = json.loads(works.stdout)
+    assert (expected, "fallback", "the engine's loader") == (
+        found["sha256"],
+        found["outcome"],
+        found["fallback"],
+    )

@@ -18,7 +18,7 @@ from benchmarks.seaweed import SeaweedServer
 from rfork.cli.app import app
 from rfork.control.client import PlannerClient
 from rfork.engines import torch as engine
-from rfork.engines.transformers import empty_model, loaded_model
+from rfork.engines.transformers import Unfilled, loaded_model
 from rfork.errors import SourceChanged
 from rfork.image.capture import capture
 from rfork.image.chunks import MIB
@@ -82,7 +82,7 @@ class Run:
 
 def restored(model: Path, uri: str, settings: StorageSettings | None = None) -> str:
     """The hash of the model's tensors, filled from the snapshot there."""
-    image = capture(empty_model(model))
+    image = capture(Unfilled(model).model)
     snapshot = Snapshot.open(uri, image.layout, settings=settings)
     snapshot.fill(image)
     snapshot.close()

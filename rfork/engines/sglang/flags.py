@@ -11,10 +11,10 @@ from typing import Final, NoReturn
 from uuid import uuid4
 
 from rfork import settings as options
+from rfork.engines import LOAD_FORMAT
 from rfork.engines import flags as common
 from rfork.engines.flags import variable as variable
 from rfork.engines.sglang import points
-from rfork.engines.sglang.plugin import LOAD_FORMAT, TESTED
 from rfork.errors import SettingsError
 from rfork.settings import Settings
 
@@ -88,7 +88,7 @@ def take(given: argparse.Namespace) -> None:
     if why := refusal(vars(given)) or _foreign(str(given.model_path)):
         _end(why)
     if moved := points.moved((*points.LAUNCHING, *points.SCHEDULING)):
-        _end(points.told(moved, TESTED))
+        _end(points.told(moved))
     if settings.planner is not None:
         from rfork.engines.sglang import leaving
 

@@ -14,7 +14,7 @@ from rfork.control.client import PlannerClient
 from rfork.control.draining import drain_replica
 from rfork.engines.sglang import points
 from rfork.engines.sglang.plugin import SOURCE
-from rfork.errors import NetworkError
+from rfork.errors import RforkError
 from rfork.logs import logger
 from rfork.settings import Settings
 
@@ -63,8 +63,8 @@ class Leaving:
                     client, str(self._settings.replica), wait_s=self._settings.drain_s, force=True
                 ):
                     log.info("drained", instance=one.instance_id, because=one.reason)
-        except NetworkError as error:
-            log.info("the planner was not told that the server ends", because=str(error))
+        except RforkError as error:
+            log.info("the server ends undrained", because=str(error), hint=error.hint)
         finally:
             self._drained.set()
 

@@ -11,6 +11,7 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING
 
+from rfork.engines import LOAD_FORMAT
 from rfork.engines.sglang import points
 
 if TYPE_CHECKING:
@@ -20,11 +21,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOAD_FORMAT = "rfork"
 SOURCE = ("rfork", "rfork")
 """Plug-in and distribution, as SGLang names in its log who hooked what."""
-TESTED = ("0.5.23",)
-"""Versions of SGLang that forks were seen with."""
 
 
 @cache
@@ -38,7 +36,7 @@ def register() -> None:
 
     moved = points.moved(points.EARLY)
     if moved:
-        log.error("rfork is off: %s", points.told(moved, TESTED))
+        log.error("rfork is off: %s", points.told(moved))
         if not any(point.path == points.ADD_CLI_ARGS for point, _ in moved):
             HookRegistry.register(points.ADD_CLI_ARGS, _refuse_flags, HookType.AFTER)
         return
@@ -60,7 +58,7 @@ def _add_flags(_: None, parser: argparse.ArgumentParser) -> None:
 def _refuse_flags(_: None, parser: argparse.ArgumentParser) -> None:
     from rfork.engines.sglang import flags
 
-    flags.add(parser, why_not=points.told(points.moved(points.EARLY), TESTED))
+    flags.add(parser, why_not=points.told(points.moved(points.EARLY)))
 
 
 def _take_flags(_: type, given: argparse.Namespace) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-import pkgutil
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Final
 
+from rfork.engines import points as common
+from rfork.engines.points import Moved, Point
+from rfork.engines.points import moved as moved
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One function, by its dotted path, and parameters that it must have, by name."""
-
-    path: str
-    parameters: tuple[str, ...] = ()
-
+TESTED: Final = ("0.5.23",)
+"""Versions of SGLang that forks were seen with."""
 
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
@@ -86,33 +82,9 @@ LAUNCHING = (
 )
 """What is hooked in the launcher."""
 
-Moved = Sequence[tuple[Point, str]]
 
-
-def moved(points: Iterable[Point]) -> Moved:
-    """The points that are not as they were, each with what is wrong; imports their modules."""
-    return [(point, wrong) for point in points if (wrong := _wrong(point))]
-
-
-def told(moved: Moved, tested: Sequence[str]) -> str:
-    """One line for users."""
+def told(moved: Moved, tested: Sequence[str] = TESTED) -> str:
+    """One line for users, with the version of SGLang that is installed."""
     from importlib.metadata import version
 
-    what = "; ".join(f"{point.path} {wrong}" for point, wrong in moved)
-    return f"SGLang {version('sglang')} is not as rfork knows it (tested: {', '.join(tested)}): {what}"
-
-
-def _wrong(point: Point) -> str:
-    try:
-        found = pkgutil.resolve_name(point.path)
-    except (ImportError, AttributeError) as error:
-        return f"is gone ({error})"
-    if not point.parameters:
-        return ""
-    try:
-        has = inspect.signature(found).parameters
-    except (TypeError, ValueError) as error:
-        return f"cannot be looked at ({error})"
-    # A classmethod has no first parameter any more, and a hook of another plug-in may take anything.
-    missing = [name for name in point.parameters if name not in has]
-    return f"has no parameter {', '.join(missing)}" if missing else ""
+    return common.told("SGLang", version("sglang"), moved, tested)

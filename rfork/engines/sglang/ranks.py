@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from rfork.engines.bring_up import Subject
+from rfork.engines.naming import meeting_name
 from rfork.settings import Settings
 from rfork.wire import Rank
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
 
-HUB_FOLDER = re.compile(r"/models--(?P<name>[^/]+)/snapshots/(?P<revision>[^/]+)/?$")
 PACKAGES = ("sglang",)
 
 
@@ -32,20 +30,12 @@ def subject_of(
     served = None if model_config.is_draft_model else get_serving().served_model_name
     if served == get_model().model_path:
         served = None
-    name = settings.model or served or model_name(path, revision)
+    name = settings.model or served or meeting_name(path, revision)
     if (place := load_config.draft_model_idx) is not None:
         name = f"{name}#{place}"  # several drafts in one process, each of another layer
     return Subject(
         name, _rank(draft=model_config.is_draft_model), _facts(model_config, device_config), PACKAGES
     )
-
-
-def model_name(path: str, revision: str | None) -> str:
-    """The name that a model goes by: its hub's, or that of its folder; and the revision that was given."""
-    if found := HUB_FOLDER.search(path):
-        return f"{found['name'].replace('--', '/')}@{found['revision']}"
-    name = (Path(path).resolve().name if Path(path).is_dir() else path) or path
-    return f"{name}@{revision}" if revision else name
 
 
 def _rank(*, draft: bool) -> Rank:

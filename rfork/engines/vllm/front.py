@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from uuid import uuid4
 
+from rfork.engines import LOAD_FORMAT
 from rfork.logs import logger
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 log = logger(__name__)
 
-LOAD_FORMAT: Final = "rfork"
 REPLICA: Final = "RFORK_REPLICA"
 """The variable that tells the engines' processes what their ids begin with."""
 WRAPPED: Final = "rfork_wrapped"

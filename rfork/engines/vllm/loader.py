@@ -22,7 +22,7 @@ log = logger(__name__)
 
 
 class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no types
-    """See the module. Raises HooksMoved where this vLLM is made otherwise, SettingsError for bad options."""
+    """See the module. Raises EngineMismatch where this vLLM is another, SettingsError for bad options."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
@@ -48,7 +48,7 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
             log.warning("not forked, and not a seed: vLLM loads its weights by itself", because=why)
             return engine.load()
         install(worker_class())
-        forks = self.settings.planner is not None
+        forks = self.settings.planner is not None or self.settings.snapshot is not None
         if forks and torch.device(vllm_config.device_config.device).type == "cpu":
             keep_weights_on_cpu()
         module = bring_up(engine, subject_of(vllm_config, model_config, self.settings), self.settings)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import multiprocessing
 import sys
 
-from rfork.engines.vllm.front import LOAD_FORMAT, watch_over_servers
+from rfork.engines import LOAD_FORMAT
+from rfork.engines.vllm.front import watch_over_servers
 from rfork.logs import logger
 
 log = logger(__name__)

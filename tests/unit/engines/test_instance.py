@@ -48,7 +48,7 @@ def instance(module: nn.Module) -> Iterator[Instance]:
         image, Identity("model"), settings, [HttpTransport(settings)], manifest=image.manifest()
     ).start()
     report = ForkReport("fork", "me", "model", "forked", image.layout.layout_id, "", 0, 0, 0, 0.0, {})
-    made = Instance(module, seed, report, traits, ())
+    made = Instance(module, seed, report, traits)
     setattr(module, ATTRIBUTE, made)
     yield made
     made.close(0.0)
@@ -96,11 +96,35 @@ def test_weights_that_moved_are_given_from_where_they_are(module: nn.Module, ins
 
 def test_another_layout_is_given_up(module: nn.Module, instance: Instance) -> None:
     """The engine serves on; what it has now is nobody's who had the model before."""
-    instance.fence()
-    module.more = torch.zeros(3)
-    instance.renew()
+    found = []
+    for other in (nn.Parameter(torch.zeros(3, 16)), None):
+        instance.fence()
+        module.register_parameter("weight", other)
+        instance.renew()
+        renewed(instance)
+        found.append(instance.seed.manifest)
+    assert [None, None] == found
+
+
+@pytest.mark.parametrize("suspends", [True, False])
+def test_what_the_engine_hung_on_the_model_since_is_not_looked_at(
+    module: nn.Module, instance: Instance, suspends: bool
+) -> None:
+    """A workspace, or one that cannot be carried at all: an update gives the same tensors as before."""
+    names = [spec.name for spec in instance.seed.image.layout.tensors]
+    module.workspace = torch.zeros(3)
+    module.unread = torch.empty(2, device="meta")
+    if suspends:
+        instance.suspend()
+    with instance.updating(), torch.no_grad():
+        module.get_parameter("weight").fill_(3.0)
     renewed(instance)
-    assert None is instance.seed.manifest
+    given, manifest = instance.seed.image, instance.seed.manifest
+    expected = capture(module, only=names).manifest().weights_id
+    assert (expected, names) == (
+        manifest.weights_id if manifest is not None else None,
+        [spec.name for spec in given.layout.tensors],
+    )
 
 
 def test_a_bug_in_a_renewal_leaves_the_engine_alone(
@@ -116,6 +140,38 @@ def test_a_bug_in_a_renewal_leaves_the_engine_alone(
     instance.renew()
     renewed(instance)
     assert None is instance.seed.manifest
+
+
+@pytest.mark.parametrize("call", ["fence", "suspend"])
+def test_an_exporter_that_fails_does_not_fail_the_engine(
+    module: nn.Module, instance: Instance, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The weights are not given meanwhile, and are once they are whole again."""
+
+    def broken(_: Seed) -> None:
+        raise OSError("the device is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Seed, "_part_from_readers", broken)
+        getattr(instance, call)()
+        within = instance.seed.manifest
+    instance.renew()
+    renewed(instance)
+    assert (None, True) == (within, current(module, instance))
+
+
+def test_one_that_is_still_given_after_a_failure_is_closed(
+    instance: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug before anything was cleared: better no seed than one of weights that change."""
+
+    def broken(_: Seed) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Seed, "fence", broken)
+    with instance.updating():
+        ended = instance.seed._exports.ended
+    assert ended
 
 
 def test_a_closed_instance_does_nothing(module: nn.Module, instance: Instance) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import rfork
 from rfork.cli.launch import parsed
-from rfork.engines.launch import ENTRY_POINTS, findable, replica_name, rewritten
+from rfork.engines.launch import ENTRY_POINTS, findable, for_the_engine, replica_name, rewritten
 from rfork.errors import SettingsError
 from rfork.settings import Settings, load
 
@@ -87,6 +87,21 @@ def test_an_allowlist_gets_the_plug_in(command: str, before: dict[str, str], aft
     """Where plug-ins are restricted rfork is added; else nothing is set. SGLang's empty list is none."""
     found = dict(rewritten(command.split(), {**before, "RFORK_REPLICA": "me"}).environment)
     assert {**after, "RFORK_REPLICA": "me"} == found
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {}),
+        ({"RFORK_DRAIN_S": "9"}, {"RFORK_DRAIN_S": "9"}),
+        ({"RFORK_PLANNER": "http://p"}, {"RFORK_PLANNER": "http://p", "RFORK_DRAIN_S": "0"}),
+        ({"RFORK_PLANNER": "http://p", "RFORK_DRAIN_S": "9"}, {"RFORK_PLANNER": "http://p", "RFORK_DRAIN_S": "0"}),
+    ],
+)
+def test_the_server_does_not_drain_again(before: dict[str, str], after: dict[str, str]) -> None:
+    """Its launcher does, where there is a planner to ask."""
+    settings = load(Settings, planner=before.get("RFORK_PLANNER"))
+    assert after == for_the_engine(before, settings)
 
 
 def test_each_start_has_a_name_of_its_own() -> None:

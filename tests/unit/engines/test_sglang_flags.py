@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from rfork.engines.points import Point
 from rfork.engines.sglang import flags, leaving, points
 from rfork.settings import Settings
 
@@ -109,7 +110,7 @@ def test_moved_hook_points_end_the_launch(
     parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An SGLang whose hook points moved is refused before any of its processes starts."""
-    gone = points.Point(points.RUN_BATCH)
+    gone = Point(points.RUN_BATCH)
     monkeypatch.setattr(points, "moved", lambda _: [(gone, "is gone")])
     monkeypatch.setattr("importlib.metadata.version", lambda _: "9.9")
     with pytest.raises(SystemExit):

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from rfork.engines.instance import Instance
-from rfork.engines.sglang import hooks, leaving, points, ranks
+from rfork.engines.sglang import hooks, leaving, ranks, updating
 from rfork.engines.sglang.ranks import subject_of
 from rfork.settings import Settings
 from rfork.wire import Rank
@@ -54,7 +54,8 @@ class Told:
 @pytest.fixture
 def instance(monkeypatch: pytest.MonkeyPatch) -> Told:
     """The instance of every model here: a model is its instance."""
-    monkeypatch.setattr(hooks, "instance_of", lambda model: cast(Instance, model))
+    for module in (hooks, updating):
+        monkeypatch.setattr(module, "instance_of", lambda model: cast(Instance, model))
     return Told()
 
 
@@ -128,8 +129,9 @@ def test_memory_that_is_released(
     fake(monkeypatch, "sglang.srt.runtime_context", get_exec=lambda: SimpleNamespace(features=told))
     manager = SimpleNamespace(_select_runners=lambda: [("target", SimpleNamespace(model=instance))])
     request = SimpleNamespace(tags=tags)
-    assert "released" == hooks._release(lambda *_: "released", manager, request)
-    hooks._resume(None, manager, request)
+    updates = updating.Updates()
+    assert "released" == updates.release(lambda *_: "released", manager, request)
+    updates.resume(None, manager, request)
     assert expected == instance.calls
 
 
@@ -142,7 +144,7 @@ def test_memory_that_is_not_released_after_all(instance: Told, monkeypatch: pyte
         raise AssertionError("only when the server is idle")
 
     with pytest.raises(AssertionError, match="idle"):
-        hooks._release(busy, manager, SimpleNamespace(tags=["weights"]))
+        updating.Updates().release(busy, manager, SimpleNamespace(tags=["weights"]))
     assert ["suspend", "renew"] == instance.calls
 
 
@@ -219,20 +221,6 @@ def test_readers_may_finish_before_the_schedulers_are_asked_to_end(monkeypatch: 
     one.on_sigterm(None, SimpleNamespace())
     one.before_dispatch(SimpleNamespace(), ShutdownReq())
     assert ["sglang-1 30 True"] == drained
-
-
-@pytest.mark.parametrize(
-    ("point", "wrong"),
-    [
-        (points.Point("json.dumps", ("obj", "indent")), None),
-        (points.Point("json.dumps", ("obj", "colour")), "has no parameter colour"),
-        (points.Point("json.paint"), "is gone (module 'json' has no attribute 'paint')"),
-        (points.Point("no_such_package.thing"), "is gone (No module named 'no_such_package')"),
-    ],
-)
-def test_points_that_moved(point: points.Point, wrong: str | None) -> None:
-    """A function that is gone, or has lost a parameter, is named with what is wrong."""
-    assert ([] if wrong is None else [(point, wrong)]) == points.moved([point])
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, name: str, **content: object) -> None:

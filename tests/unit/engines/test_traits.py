@@ -54,7 +54,7 @@ def test_hidden_tensors_are_part_of_the_image_once() -> None:
     layer = Layer()
     Traits(layer, (), OWN)
     hidden = [spec.name for spec in capture(layer).layout.tensors if ".hidden." in spec.name]
-    assert ["rfork.hidden..Helper.0.packed"] == hidden
+    assert ["rfork.hidden..impl.packed"] == hidden
 
 
 def test_helpers_of_others_are_not_looked_into() -> None:
@@ -75,6 +75,64 @@ def test_what_computes_is_a_fact() -> None:
         {"engine toy 1", "kernels Layer: Helper(backend=FAST)"},
         {"engine toy 1", "kernels Layer: Helper(backend=SLOW)"},
     ] == layouts
+
+
+@pytest.mark.parametrize("path", ["quant_method.moe_kernel.impl.fused_experts.quant_config._w1", "fp8_linear"])
+def test_what_vllm_hides_deep_is_found_once(path: str) -> None:
+    """Under a method's kernel, its experts and their scales; a scale that is a parameter is carried as that."""
+    layer = Layer()
+    layer.impl.packed = layer.weight.data
+    holder: Layer | Helper = layer
+    for key in path.split("."):
+        made = Helper(layer.weight.data[1:3])
+        setattr(holder, key, made)
+        holder = made
+    vars(holder)["scale"] = torch.ones(2)
+    vars(holder)["back"] = vars(holder)["kernel"] = layer.impl  # a cycle, or a second way to it
+    Traits(layer, (), OWN)
+    hidden = [spec.name for spec in capture(layer).layout.tensors if ".hidden." in spec.name]
+    assert [f"rfork.hidden..{path}.scale"] == hidden
+
+
+def test_switches_are_one_fact() -> None:
+    """What loading sets on one side only makes another layout; a mode of torch's own, and addresses, none."""
+    facts = []
+    for loaded, training in ((False, True), (False, False), (True, True)):
+        model = nn.Sequential(Layer(), Layer()).train(training)
+        vars(model[1])["ready"] = loaded
+        Traits(model, (), OWN)
+        found = facts_of(capture(model).layout)
+        facts.append([fact for fact in found if fact.startswith("switches ")])
+    assert (True, True, [1, 1, 1]) == (facts[0] == facts[1], facts[0] != facts[2], [len(one) for one in facts])
+
+
+def test_hidden_tensors_that_are_made_anew_are_those_of_the_image() -> None:
+    """After an update the image holds what the helper computes with now; what is new beside it is left out."""
+    layer = Layer()
+    traits = Traits(layer, (), OWN)
+    layout = capture(layer).layout.layout_id
+    layer.impl.packed = torch.full((2,), 7.0)
+    vars(layer.impl)["workspace"] = torch.zeros(3)
+    traits.note()
+    assert (layout, layer.impl.packed.data_ptr()) == (
+        capture(layer).layout.layout_id,
+        vars(layer)["rfork"]["hidden"][".impl.packed"].data_ptr(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "said"), [("impl", "helper's own, and is none now"), ("kernel", "has memory of its own now")]
+)
+def test_other_hidden_tensors_are_said(path: str, said: str) -> None:
+    """One that has gone, and one that viewed a weight and does not any more."""
+    layer = Layer()
+    traits = Traits(layer, (), OWN)
+    if path == "impl":
+        vars(layer.impl)["packed"] = None
+    elif layer.impl.kernel is not None:
+        layer.impl.kernel.packed = torch.ones(2)
+    with pytest.raises(LayoutMismatch, match=said):
+        traits.note()
 
 
 def test_another_set_of_numbers_is_another_layout() -> None:

@@ -6,18 +6,18 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from rfork.engines.points import Point
 from rfork.engines.vllm import front, hooks, points
 from rfork.engines.vllm.care import Care, care_of, look_after
 from rfork.engines.vllm.naming import model_name
 from rfork.engines.vllm.options import settings_of
-from rfork.errors import SettingsError
+from rfork.errors import EngineMismatch, SettingsError
 from rfork.settings import Settings
 
 
@@ -210,24 +210,14 @@ def test_models_of_others_are_left_alone() -> None:
     [
         ("org/model", None, None, False, "org/model"),
         ("org/model", "v2", None, False, "org/model@v2"),
-        ("/cache/hub/models--org--model/snapshots/0123abcd", None, None, False, "org/model"),
         ("org/model", None, "mine", False, "mine"),
         ("org/draft", None, "mine", True, "mine/org/draft"),
         ("org/draft", None, None, True, "org/draft"),
     ],
 )
 def test_names(model: str, revision: str | None, told: str | None, draft: bool, expected: str) -> None:
-    """A hub's id is as it is, offline too; a setting names the target, and parts drafts."""
+    """A hub's id is as it is; a setting names the target, and parts drafts."""
     assert expected == model_name(model, revision, told, draft)
-
-
-def test_a_folder_s_name_is_its_last_component(tmp_path: Path) -> None:
-    """However it is written."""
-    (tmp_path / "tiny").mkdir()
-    assert ["tiny", "tiny"] == [
-        model_name(str(tmp_path / "tiny"), None, None, False),
-        model_name(f"{tmp_path}/tiny/", None, None, False),
-    ]
 
 
 def test_options_of_the_command_line_are_settings() -> None:
@@ -243,19 +233,21 @@ def test_options_of_the_command_line_are_settings() -> None:
 
 def test_hook_points_that_moved_are_told_in_one_line() -> None:
     """With the version there is and those that were tested; all of what moved, and nothing else."""
-    known = points.Point("rfork.engines.vllm.naming", "model_name", ("model", "revision"))
-    moved = (
+    known = Point("rfork.engines.vllm.naming.model_name", ("model", "revision"))
+    wrong = (
         known,
-        points.Point("rfork.engines.vllm.naming", "model_name", ("path",)),
-        points.Point("rfork.engines.vllm.naming", "Worker.sleep"),
-        points.Point("rfork.no_such_module", "Worker"),
+        Point("rfork.engines.vllm.naming.model_name", ("path",)),
+        Point("rfork.engines.vllm.naming.Worker.sleep"),
+        Point("rfork.no_such_module.Worker"),
     )
     points.check("1.2.3", (known,), tested=("1.2.3",))
-    with pytest.raises(points.HooksMoved) as caught:
-        points.check("9.9.9", moved, tested=("1.2.3",))
+    with pytest.raises(EngineMismatch) as caught:
+        points.check("9.9.9", wrong, tested=("1.2.3",))
     assert (
-        "rfork does not fit vLLM 9.9.9 (tested: 1.2.3): rfork.engines.vllm.naming.model_name takes no path; "
-        "there is no rfork.engines.vllm.naming.Worker.sleep; there is no rfork.no_such_module.Worker"
+        "vLLM 9.9.9 is not as rfork knows it (tested: 1.2.3): "
+        "rfork.engines.vllm.naming.model_name has no parameter path; rfork.engines.vllm.naming.Worker.sleep "
+        "is gone (module 'rfork.engines.vllm.naming' has no attribute 'Worker'); "
+        "rfork.no_such_module.Worker is gone (module 'rfork' has no attribute 'no_such_module')"
     ) == str(caught.value)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from rfork.errors import CheckpointError, NothingLeft, RforkError, SourceGone
 from rfork.fork.fallback import (
@@ -79,6 +80,13 @@ def test_what_no_loader_writes_is_put_back() -> None:
 def test_only_what_no_loader_writes_is_kept() -> None:
     """The copies cost the derived tensors' bytes (rotary 20, stray 24), not the model's."""
     model = Model()
+    assert 44 == Derived(model, capture(model)).nbytes
+
+
+def test_a_wrapper_s_weights_are_written_by_loaders() -> None:
+    """Of a tensor that wraps others (a DTensor), what it wraps is loaded: no copy of it is kept."""
+    model = Model()
+    model.register_parameter("wrapped", nn.Parameter(TwoTensor(torch.zeros(64), torch.ones(64))))
     assert 44 == Derived(model, capture(model)).nbytes
 
 

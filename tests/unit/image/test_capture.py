@@ -16,6 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from rfork.errors import UnsupportedTensor
 from rfork.image.areas import areas as memory_areas
 from rfork.image.capture import alignment_of, capture, natural
+from rfork.image.walk import plain_tensors
 from tests.unit.image.modules import Recipe, build, element_bytes, recipes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
@@ -142,6 +143,17 @@ def test_excluded_names_are_left_out() -> None:
     assert ["1.bias"] == names(module, exclude=["0.*", "*.weight"])
 
 
+def test_only_the_names_that_are_asked_for() -> None:
+    """Of others it does not matter whether they could be carried; a name that is not there adds nothing."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    found = [
+        names(module, only=["0.weight", "0.bias", "none"]),
+        names(module, only=["0.weight", "0.bias"], exclude=["*.bias"]),
+        names(module, only=[]),
+    ]
+    assert [["0.bias", "0.weight"], ["0.weight"], []] == found
+
+
 def test_empty_module_gives_an_empty_image() -> None:
     """A module without tensors has a layout without tensors and no bytes."""
     layout = capture(nn.Module()).layout
@@ -206,6 +218,16 @@ def test_wrapper_subclasses_are_carried_by_their_inner_tensors() -> None:
     module = nn.Module()
     module.weight = nn.Parameter(TwoTensor(torch.zeros(2), torch.ones(3)[:2]))
     assert ["weight.a", "weight.b"] == names(module)
+
+
+def test_the_tensors_that_hold_the_bytes_of_another() -> None:
+    """A wrapper's are those it wraps, however deep; a plain tensor's is itself."""
+    first, second, third = (torch.full((2,), float(number)) for number in range(3))
+    nested = TwoTensor(TwoTensor(first, second), TwoTensor(third, third))
+    found = [list(plain_tensors(tensor)) for tensor in (first, nested)]
+    assert [[id(first)], [id(tensor) for tensor in (first, second, third, third)]] == [
+        [id(tensor) for tensor in tensors] for tensors in found
+    ]
 
 
 def test_keys_without_a_stable_name_are_named_by_their_place() -> None:

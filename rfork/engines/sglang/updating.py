@@ -1,0 +1,191 @@
+"""Where one of SGLang's schedulers changes weights, or puts them away: when the instance may be given again.
+
+Runs on the source: in a scheduler process that loads its models by load format ``rfork``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from rfork.engines import LOAD_FORMAT
+from rfork.engines.instance import Instance, instance_of
+from rfork.logs import logger
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+log = logger(__name__)
+
+WRITTEN = "Failed to update weights"
+"""How SGLang begins to tell that an update from disk failed once weights were written."""
+
+Updated = tuple[bool, str]
+Tag = str
+
+
+class Updates:
+    """The ways by which a process's weights are changed in place, and what became of each instance's."""
+
+    def __init__(self) -> None:
+        self._lost: WeakSet[Instance] = WeakSet()
+        """Their weights may be anything, until an update of theirs succeeds."""
+        self._open: WeakSet[Instance] = WeakSet()
+        """Between `begin` and `end`."""
+        self._failed: WeakSet[Instance] = WeakSet()
+        """A step since `begin` failed."""
+        self._away: WeakSet[Instance] = WeakSet()
+        """Their memory is released."""
+        self._apart: WeakSet[Instance] = WeakSet()
+        """One rank of several, whose weights were updated."""
+
+    def from_disk(
+        self,
+        update: Callable[..., Updated],
+        runner: WeightUpdater,
+        model_path: str,
+        load_format: str,
+        *more: object,
+        **named: object,
+    ) -> Updated:
+        """SGLang names its own load format where the caller names none; files are read by ``auto``."""
+        given = "auto" if load_format == LOAD_FORMAT else load_format
+        return self._whole(runner, lambda: update(runner, model_path, given, *more, **named))
+
+    def from_ipc(self, update: Callable[..., Updated], runner: WeightUpdater, recv_req: object) -> Updated:
+        """All weights at once, by another process of the host; told to fail, some may be written."""
+        return self._whole(runner, lambda: update(runner, recv_req), untouched=False)
+
+    def begin(self, begin: Callable[..., None], runner: WeightUpdater) -> None:
+        """From here to `end`, weights are written in any number of steps."""
+        instance = instance_of(runner.get_model())
+        if instance is not None:
+            instance.fence()
+        try:
+            begin(runner)
+        except BaseException:
+            self._lose(instance)
+            raise
+        if instance is not None:
+            self._failed.discard(instance)
+            self._open.add(instance)
+
+    def within(
+        self, update: Callable[..., Updated], runner: WeightUpdater, *more: object, **named: object
+    ) -> Updated:
+        """One of the steps."""
+        instance = instance_of(runner.get_model())
+        try:
+            done = update(runner, *more, **named)
+        except BaseException:
+            self._lose(instance)
+            raise
+        if not done[0]:
+            self._lose(instance)
+        return done
+
+    def end(self, end: Callable[..., None], runner: WeightUpdater, **named: object) -> None:
+        """The weights are whole, unless a step failed."""
+        instance = instance_of(runner.get_model())
+        if instance is not None:
+            self._open.discard(instance)
+        try:
+            end(runner, **named)
+        except BaseException:
+            self._lose(instance)
+            raise
+        if instance is not None and instance not in self._failed:
+            self._updated(instance)
+
+    def release(
+        self, release: Callable[..., Any], manager: SchedulerWeightUpdaterManager, recv_req: Any
+    ) -> Any:
+        """The memory is about to go; it has to be let go of first."""
+        instances = [instance for _, instance in _instances(manager)] if _of_weights(recv_req.tags) else []
+        for instance in instances:
+            instance.suspend()
+            self._away.add(instance)
+        try:
+            return release(manager, recv_req)
+        except BaseException:
+            for instance in instances:
+                self._away.discard(instance)
+                self._give(instance)
+            raise
+
+    def resume(self, _: object, manager: SchedulerWeightUpdaterManager, recv_req: Any) -> None:
+        """The memory is back; what lay in it is, too, only where SGLang kept a copy: else an update brings it."""
+        if not _of_weights(recv_req.tags):
+            return
+        from sglang.srt.runtime_context import get_exec
+
+        told = get_exec().features
+        kept = told.enable_weights_cpu_backup or not told.enable_memory_saver
+        for role, instance in _instances(manager):
+            if instance not in self._away:
+                continue
+            self._away.discard(instance)
+            if kept or (role != "target" and told.enable_draft_weights_cpu_backup):
+                self._give(instance)
+            else:
+                self._lost.add(instance)
+                log.info("not a seed until the next update of the weights: they were released without a copy")
+
+    def _whole(
+        self, runner: WeightUpdater, update: Callable[[], Updated], *, untouched: bool = True
+    ) -> Updated:
+        """One update that is whole in itself; `untouched`: what fails mostly fails before it writes."""
+        instance = instance_of(runner.get_model())
+        if instance is not None:
+            instance.fence()
+        try:
+            done = update()
+        except BaseException:
+            self._lose(instance)
+            raise
+        if instance is None:
+            return done
+        if done[0]:
+            self._updated(instance)
+        elif untouched and not done[1].startswith(WRITTEN):
+            self._give(instance)  # what was given before, if it was
+        else:
+            self._lose(instance)
+        return done
+
+    def _updated(self, instance: Instance) -> None:
+        """All of its weights are there, and others than before."""
+        self._lost.discard(instance)
+        rank = instance.seed.identity.rank
+        if rank.tp_size * rank.pp_size * rank.ep_size > 1 and instance not in self._apart:
+            # Ranks are forked one by one: another's might still be of before the update.
+            self._apart.add(instance)
+            log.warning("not a seed any more: one rank of several, and its weights were updated")
+        self._give(instance)
+
+    def _give(self, instance: Instance) -> None:
+        """Unless something speaks against it, which ends at a later call, or never."""
+        if not any(instance in against for against in (self._lost, self._open, self._away, self._apart)):
+            instance.renew()
+
+    def _lose(self, instance: Instance | None) -> None:
+        if instance is None:
+            return
+        self._failed.add(instance)
+        if instance not in self._lost:
+            self._lost.add(instance)
+            log.error("not a seed until the next update of the weights: one failed half way")
+
+
+def _of_weights(tags: list[Tag] | None) -> bool:
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+
+    return not tags or GPU_MEMORY_TYPE_WEIGHTS in tags
+
+
+def _instances(manager: SchedulerWeightUpdaterManager) -> Iterator[tuple[str, Instance]]:
+    for role, runner in manager._select_runners():
+        if (instance := instance_of(runner.model)) is not None:
+            yield role, instance

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 from uuid import uuid4
 
@@ -47,6 +48,10 @@ class Subject:
     """Patterns of tensors that are no weights: KV caches."""
 
 
+Describe = Callable[[], Subject]
+"""Says what is brought up; whatever it raises is a reason not to fork."""
+
+
 class Engine(Protocol):
     """How one engine makes one model.
 
@@ -69,7 +74,7 @@ class Engine(Protocol):
         ...
 
 
-def bring_up(engine: Engine, subject: Subject, settings: Settings | None = None) -> nn.Module:
+def bring_up(engine: Engine, describe: Describe, settings: Settings | None = None) -> nn.Module:
     """A model with its weights: forked where somebody has them, else loaded by the engine; then a seed.
 
     Without a planner they come from the snapshot that the settings name; without either, the engine loads.
@@ -86,19 +91,23 @@ def bring_up(engine: Engine, subject: Subject, settings: Settings | None = None)
             )
         log.warning("no planner is set: the engine loads its weights by itself", hint="set RFORK_PLANNER")
         return engine.load()
-    return _BringUp(engine, subject, chosen).run()
+    return _BringUp(engine, describe, chosen).run()
 
 
 class _BringUp:
     """One model on its way."""
 
-    def __init__(self, engine: Engine, subject: Subject, settings: Settings) -> None:
+    def __init__(self, engine: Engine, describe: Describe, settings: Settings) -> None:
         self._engine = engine
-        self._subject = subject
+        self._describe = describe
         self._settings = settings
         self._made: nn.Module | None = None
         self._traits: Traits | None = None
         self._loading = self._loaded = False
+
+    @cached_property
+    def _subject(self) -> Subject:
+        return self._describe()
 
     def run(self) -> nn.Module:
         """Fork or load it."""

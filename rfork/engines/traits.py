@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
+from functools import cached_property
 from hashlib import sha256
 
 import torch
@@ -107,10 +108,15 @@ def _switches(module: nn.Module) -> Iterator[str]:
         f"{name}.{key}={value}"
         for name, submodule in module.named_modules()
         for key, value in vars(submodule).items()
-        if type(value) is bool and key not in OWN_ATTRIBUTES
+        if type(value) is bool and key not in OWN_ATTRIBUTES and not _computed(submodule, key)
     )
     if told:
         yield f"switches {sha256(chr(10).join(told).encode()).hexdigest()[:12]}"
+
+
+def _computed(module: nn.Module, key: str) -> bool:
+    """Whether it follows from the rest, and is there only once somebody has asked for it."""
+    return isinstance(getattr(type(module), key, None), cached_property)
 
 
 def _kernels(module: nn.Module, packages: Collection[str]) -> Iterator[str]:

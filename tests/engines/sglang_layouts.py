@@ -49,7 +49,7 @@ def main(folder: str, port: int) -> None:
 
     def layout(model: nn.Module) -> Layout:
         Traits(model, subject.facts, subject.packages)
-        return capture(model).layout
+        return capture(model, exclude=subject.exclude).layout
 
     made = SglangModel(LoadConfig(), model_config, device_config)
     empty, loaded = layout(made.empty()), layout(made.load())

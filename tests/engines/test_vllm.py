@@ -111,7 +111,7 @@ def test_one_flag_forks(
                 assert 1 == len(weights_ids(planner))
                 forks[1].stop()
                 assert 2 == len(instances(planner))
-                assert forks[1].lines_with("seeds drained")
+                assert forks[1].lines_with("seeds drained seeds=1 in_use=0")
         print(f"seed idle:  {load.summary(until_s=began)}")
         print(f"two starts: {load.summary(began, ended)}")
         assert [] == load.failures
@@ -254,3 +254,4 @@ def test_stopped_seed_does_not_hold_up_its_end(
         os.kill(seed.pid, signal.SIGTERM)
         seed.wait(60)
         assert [] == instances(planner)
+        assert seed.lines_with("seeds drained seeds=1 in_use=0")

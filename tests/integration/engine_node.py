@@ -213,7 +213,7 @@ class Process:
         )
         began = time.monotonic()
         try:
-            module = bring_up(self._toy, subject)
+            module = bring_up(self._toy, lambda: subject)
         except Exception as error:
             return {"error": type(error).__name__, "text": str(error), "loads": self._toy.loads}
         self._models[role] = module

@@ -35,7 +35,8 @@ def end(number, frame):
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, end)
 points = {{point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}}
-say("engine has", sys.argv[1:], os.environ["RFORK_PLANNER"], os.environ["RFORK_REPLICA"], points, os.environ["RFORK_DRAIN_S"])
+told = [os.environ["RFORK_" + name] for name in ("PLANNER", "REPLICA", "DRAIN_S")]
+say("engine has", sys.argv[1:], *told, points)
 if "--die" in sys.argv:
     os.kill(os.getpid(), signal.SIGKILL)
 while "--once" not in sys.argv:
@@ -94,7 +95,7 @@ def test_the_engine_gets_what_it_needs(launch: Launch) -> None:
     """Load format, planner, name, plug-in, and no drain of its own; and its exit code is the launcher's."""
     process = launch("--once")
     given = ["serve", "model", "--once", "--load-format", "rfork"]
-    said = f"engine has {given} http://127.0.0.1:9 {REPLICA} {{'rfork'}} 0"
+    said = f"engine has {given} http://127.0.0.1:9 {REPLICA} 0 {{'rfork'}}"
     assert (3, said) == (process.wait(), process.wait_for("engine has .*").group())
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from rfork import settings as options
 from rfork.engines.bring_up import bring_up
-from rfork.engines.sglang import flags
-from rfork.engines.sglang.ranks import subject_of
+from rfork.engines.sglang import refusing
+from rfork.engines.sglang.ranks import capped, subject_of
 from rfork.errors import CheckpointError, ModelError, RforkError
 from rfork.logs import logger
 from rfork.settings import Settings
@@ -38,10 +38,13 @@ class RforkLoader(BaseModelLoader):  # type: ignore[misc]  # SGLang has no types
     def load_model(self, *, model_config: ModelConfig, device_config: DeviceConfig) -> nn.Module:
         """The model with its weights; it is a seed from then on. Raises as `bring_up`."""
         try:
-            settings = options.load(Settings)
-            subject = subject_of(model_config, self.load_config, device_config, settings)
+            settings = capped(options.load(Settings))
             own = _without_rfork(self.load_config, model_config)
-            return bring_up(SglangModel(own, model_config, device_config, _refusal()), subject, settings)
+            return bring_up(
+                SglangModel(own, model_config, device_config, refusing.reason(model_config)),
+                lambda: subject_of(model_config, self.load_config, device_config, settings),
+                settings,
+            )
         except RforkError as error:
             # SGLang tells of it by a traceback, in which one must find this.
             log.error("the server cannot start: no weights", because=str(error), hint=error.hint)
@@ -82,6 +85,8 @@ class SglangModel:
         with own.set_default_torch_dtype(self._model_config.dtype):
             with self._device:
                 model = own._initialize_model(self._model_config, self._config, quantization)
+            if why := refusing.in_model(model):
+                raise ModelError(why)
             if quantization is not None:
                 initialize_dummy_weights(model)  # quantisation looks at the numbers: they must be finite
             # Its loader runs these in this order, the first as the last step of `model.load_weights`.
@@ -113,15 +118,6 @@ class SglangModel:
 
         reserve_rope_cache_for_long_sequences(model, self._model_config)
         return model
-
-
-def _refusal() -> str | None:
-    """Why this server's models cannot be forked, as SGLang has resolved what it was told."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.runtime_context import get_server_args
-
-    view = resolving_view(get_server_args())
-    return flags.refusal({name: getattr(view, name) for name in flags.UNSUPPORTED if hasattr(view, name)})
 
 
 def _without_rfork(config: LoadConfig, model_config: ModelConfig) -> LoadConfig:

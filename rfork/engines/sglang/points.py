@@ -60,6 +60,10 @@ SCHEDULING = (
     Point("sglang.srt.model_loader.weight_utils.initialize_dummy_weights", ("model",)),
     Point("sglang.srt.layers.rotary_embedding.factory._ROPE_DICT"),
     Point("sglang.srt.arg_groups.model_path_hook.is_mistral_native_format", ("server_args",)),
+    Point("sglang.srt.arg_groups.overrides.resolving_view", ("server_args",)),
+    Point(
+        "sglang.srt.model_executor.model_runner_components.load_model_utils.UNBALANCED_MODEL_LOADING_TIMEOUT_S"
+    ),
     Point("sglang.srt.utils.common.reserve_rope_cache_for_long_sequences", ("model", "model_config")),
     Point(FROM_DISK, ("self", "model_path", "load_format")),
     Point(FROM_IPC, ("self", "recv_req")),

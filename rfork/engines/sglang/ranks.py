@@ -9,6 +9,8 @@ import torch
 
 from rfork.engines.bring_up import Subject
 from rfork.engines.naming import meeting_name
+from rfork.engines.sglang import configuration, refusing
+from rfork.logs import logger
 from rfork.settings import Settings
 from rfork.wire import Rank
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
+
+log = logger(__name__)
 
 PACKAGES = ("sglang",)
 
@@ -34,8 +38,30 @@ def subject_of(
     if (place := load_config.draft_model_idx) is not None:
         name = f"{name}#{place}"  # several drafts in one process, each of another layer
     return Subject(
-        name, _rank(draft=model_config.is_draft_model), _facts(model_config, device_config), PACKAGES
+        name,
+        _rank(draft=model_config.is_draft_model),
+        _facts(model_config, device_config),
+        PACKAGES,
+        refusing.SCRATCH,
     )
+
+
+def capped(settings: Settings) -> Settings:
+    """With a deadline well before the other ranks of the server give up on one that is loading.
+
+    Half of what they wait: where a fork fails at its deadline, SGLang's own loader needs time as well.
+    """
+    from sglang.srt.model_executor.model_runner_components import load_model_utils
+
+    most_s = load_model_utils.UNBALANCED_MODEL_LOADING_TIMEOUT_S / 2
+    if settings.deadline_s <= most_s:
+        return settings
+    log.info(
+        "the deadline is shorter than was set: ranks wait for one another",
+        deadline_s=most_s,
+        set_s=settings.deadline_s,
+    )
+    return settings.model_copy(update={"deadline_s": most_s})
 
 
 def _rank(*, draft: bool) -> Rank:
@@ -69,6 +95,7 @@ def _facts(model_config: ModelConfig, device_config: DeviceConfig) -> tuple[str,
         f"experts {exec_.moe.init_expert_location}, {exec_.moe.ep_num_redundant_experts} redundant, "
         f"by {exec_.moe.moe_runner_backend}",
         f"attention {exec_.kernel.attention_backend}",
+        *configuration.facts(model_config),
     )
 
 

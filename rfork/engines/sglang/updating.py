@@ -116,7 +116,7 @@ class Updates:
             raise
 
     def resume(self, _: object, manager: SchedulerWeightUpdaterManager, recv_req: Any) -> None:
-        """The memory is back; what lay in it is, too, only where SGLang kept a copy: else an update brings it."""
+        """The memory is back; what lay in it is, too, only where SGLang kept a copy."""
         if not _of_weights(recv_req.tags):
             return
         from sglang.srt.runtime_context import get_exec

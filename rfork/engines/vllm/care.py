@@ -30,6 +30,9 @@ class Care:
         self.instance = instance
         self._lost = False
         """Whether the weights may be anything, until they are updated as a whole."""
+        self._parted = False
+        """Whether the weights were changed, and other ranks of the server have theirs."""
+        self._broken = False
         self._asleep = False
         self._depth = 0
 
@@ -51,13 +54,14 @@ class Care:
         """The weights are about to change. Returns once nobody reads them."""
         self._depth += 1
         if self._depth == 1:
-            self.instance.fence()
+            self._tell(self.instance.fence)
 
     def end_update(self) -> None:
         """They are whole."""
         self._depth = max(self._depth - 1, 0)
         if self._depth == 0:
             self._lost = False
+            self._part()
             self._give()
 
     def fail_update(self) -> None:
@@ -68,13 +72,48 @@ class Care:
     def lose(self) -> None:
         """The weights are about to be overwritten with something else, until they are updated as a whole."""
         self._lost = True
-        self.instance.fence()
+        self._tell(self.instance.fence)
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around a call of the model's own loader, which need not be given all of the weights.
+
+        Outside an update nobody says which call is the last one, so the weights count as lost.
+        """
+        if self._depth == 0:
+            if not self._lost:
+                log.warning("not a seed until a whole update: weights were loaded piece by piece")
+            self.lose()
+        yield
+
+    @contextlib.contextmanager
+    def sleeping(self, kept: bool) -> Iterator[None]:
+        """Around the release of their memory; `kept` says whether they come back as they are.
+
+        When the block raises, nobody knows whether they are there: they are given once they are awake.
+        """
+        self.sleep(kept)
+        try:
+            yield
+        except BaseException:
+            log.warning("not a seed until it is woken: vLLM could not put its weights to sleep")
+            raise
 
     def sleep(self, kept: bool) -> None:
         """Their memory is about to be released; `kept` says whether they come back as they are."""
         self._asleep = True
         self._lost = self._lost or not kept
-        self.instance.suspend()
+        self._tell(self.instance.suspend)
+
+    @contextlib.contextmanager
+    def waking(self) -> Iterator[None]:
+        """Around their memory's return. When the block raises, they sleep on."""
+        try:
+            yield
+        except BaseException:
+            log.warning("not a seed: vLLM could not wake its weights")
+            raise
+        self.wake()
 
     def wake(self) -> None:
         """Their memory is back."""
@@ -86,9 +125,41 @@ class Care:
         settings = self.instance.seed.settings
         self.instance.close(min(settings.drain_s, WORKER_DRAIN_S) if settings.replica is None else 0.0)
 
+    def _part(self) -> None:
+        """After an update of one of several ranks: a fork must not have some from before it, some from after.
+
+        Nothing ties the ranks of one server to those of another, so no rank is given any more.
+        """
+        rank = self.instance.seed.identity.rank
+        ranks = rank.tp_size * rank.pp_size * rank.ep_size
+        if ranks > 1 and not self._parted:
+            self._parted = True
+            log.warning(
+                "not a seed any more: weights were updated, and a fork could get those of before from "
+                "another rank",
+                ranks=ranks,
+                hint="start seeds from the new checkpoint",
+            )
+
     def _give(self) -> None:
-        if not (self._lost or self._asleep or self._depth):
-            self.instance.renew()
+        if not (self._lost or self._parted or self._broken or self._asleep or self._depth):
+            self._tell(self.instance.renew)
+
+    def _tell(self, what: Callable[[], None]) -> None:
+        """The engine does what it was asked, whatever becomes of its seed."""
+        try:
+            if not self._broken:
+                what()
+        except Exception:
+            self._broken = True
+            log.exception("not a seed any more: it could not be told what becomes of the weights")
+            self._end()
+
+    def _end(self) -> None:
+        try:
+            self.instance.close(0.0)
+        except Exception:
+            log.exception("the seed did not close")
 
 
 def look_after(module: nn.Module, instance: Instance) -> Care:
@@ -114,5 +185,5 @@ def care_of(module: nn.Module | None) -> Care | None:
 def _load_noticed(
     care: Care, load: LoadWeights, weights: Iterable[tuple[str, torch.Tensor]], *rest: object, **named: object
 ) -> object:
-    with care.updating():
+    with care.loading():
         return load(weights, *rest, **named)

@@ -7,22 +7,20 @@ answers while its seeds are drained, for no longer than anybody reads, and the s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from uuid import uuid4
 
 from rfork.engines import LOAD_FORMAT
-from rfork.logs import logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from rfork.settings import Settings
-
-log = logger(__name__)
 
 REPLICA: Final = "RFORK_REPLICA"
 """The variable that tells the engines' processes what their ids begin with."""
@@ -55,27 +53,42 @@ def _starting(method: Method) -> Method:
     @functools.wraps(method)
     def start(manager: Manager, *args: object, **named: object) -> None:
         config = named.get("vllm_config") or next((arg for arg in args if hasattr(arg, "load_config")), None)
-        if config is not None:
-            _prepare(manager, config)
-        method(manager, *args, **named)
+        with _named(_prepare(manager, config)) if config is not None else contextlib.nullcontext():
+            method(manager, *args, **named)
 
     return start
 
 
-def _prepare(manager: Manager, config: VllmConfig) -> None:
-    """Name the server, and say now what is wrong with its options. Raises SettingsError."""
+@contextlib.contextmanager
+def _named(replica: str | None) -> Iterator[None]:
+    """Tell the name to the children that are started meanwhile, and to no others: those of another server."""
+    before = os.environ.get(REPLICA)
+    if replica is not None:
+        os.environ[REPLICA] = replica
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(REPLICA, None)
+        else:
+            os.environ[REPLICA] = before
+
+
+def _prepare(manager: Manager, config: VllmConfig) -> str | None:
+    """Name the server, and say now what is wrong with its options. Raises SettingsError.
+
+    Returns the name, if rfork forks it.
+    """
     if config.load_config.load_format != LOAD_FORMAT:
-        return
+        return None
     from rfork.engines.vllm.options import log_as_vllm, settings_of
 
     settings = settings_of(config.load_config)
     log_as_vllm(settings.log_level)
     if settings.replica is None:
-        # Its children's, too: that is how they learn it.
-        replica = f"vllm-{uuid4().hex[:12]}"
-        os.environ[REPLICA] = replica
-        settings = settings.model_copy(update={"replica": replica})
+        settings = settings.model_copy(update={"replica": f"vllm-{uuid4().hex[:12]}"})
     setattr(manager, SETTINGS, settings)
+    return settings.replica
 
 
 def _stopping(method: Method) -> Method:
@@ -95,7 +108,9 @@ def see_off(settings: Settings) -> None:
     from rfork.control.client import PlannerClient
     from rfork.control.draining import drain_replica
     from rfork.errors import RforkError
+    from rfork.logs import logger
 
+    log = logger(__name__)
     if settings.planner is None or settings.replica is None:
         return
     token = settings.token.get_secret_value() if settings.token is not None else None

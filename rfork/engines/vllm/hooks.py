@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 from torch import nn
@@ -80,24 +80,28 @@ def _execute_model(method: Method, worker: Worker, *args: object, **named: objec
 
 
 def _sleep(method: Method, worker: Worker, level: int = 1) -> object:
-    for care in _cares(worker):
-        care.sleep(kept=level == 1)
-    return method(worker, level)
+    with _sleeping(worker, kept=level == 1):
+        return method(worker, level)
 
 
 def _wake_up(method: Method, worker: Worker, tags: list[str] | None = None) -> object:
-    result = method(worker, tags)
-    if tags is None or "weights" in tags:
-        for care in _cares(worker):
-            care.wake()
-    return result
+    with contextlib.ExitStack() as stack:
+        for care in _cares(worker) if tags is None or "weights" in tags else []:
+            stack.enter_context(care.waking())
+        return method(worker, tags)
 
 
 def _discard(method: Method, worker: Worker, tags: tuple[str, ...]) -> object:
-    if "weights" in tags:
+    with _sleeping(worker, kept=False) if "weights" in tags else contextlib.nullcontext():
+        return method(worker, tags)
+
+
+@contextlib.contextmanager
+def _sleeping(worker: Worker, kept: bool) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
         for care in _cares(worker):
-            care.sleep(kept=False)
-    return method(worker, tags)
+            stack.enter_context(care.sleeping(kept))
+        yield
 
 
 def _reset(method: Method, worker: Worker) -> object:

@@ -6,28 +6,30 @@ Runs in each worker of vLLM. Until it returns, the server is not healthy: vLLM l
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from vllm import __version__
+from vllm import __version__, envs
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from rfork.engines.vllm import points
-from rfork.engines.vllm.options import log_as_vllm, settings_of
 from rfork.errors import ForkFailed
-from rfork.logs import logger
 
-log = logger(__name__)
+if TYPE_CHECKING:
+    from rfork.settings import Settings
 
 
 class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no types
     """See the module. Raises EngineMismatch where this vLLM is another, SettingsError for bad options."""
 
     def __init__(self, load_config: LoadConfig) -> None:
+        from rfork.engines.vllm.options import in_time, log_as_vllm, settings_of  # registering costs less
+
         super().__init__(load_config)
         points.check(__version__)
-        self.settings = settings_of(load_config)
+        self.settings: Settings = in_time(settings_of(load_config), envs.VLLM_ENGINE_READY_TIMEOUT_S)
         log_as_vllm(self.settings.log_level)
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
@@ -40,18 +42,21 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
         from rfork.engines.vllm.care import look_after
         from rfork.engines.vllm.hooks import install
         from rfork.engines.vllm.ranks import subject_of
+        from rfork.logs import logger
 
         engine = VllmEngine(self.load_config, vllm_config, model_config, prefix)
         if why := refusing.reason(vllm_config, model_config):
             if self.settings.required:
                 raise ForkFailed(f"this server cannot be forked: {why}", hint="unset RFORK_REQUIRED")
-            log.warning("not forked, and not a seed: vLLM loads its weights by itself", because=why)
+            logger(__name__).warning(
+                "not forked, and not a seed: vLLM loads its weights by itself", because=why
+            )
             return engine.load()
         install(worker_class())
         forks = self.settings.planner is not None or self.settings.snapshot is not None
         if forks and torch.device(vllm_config.device_config.device).type == "cpu":
             keep_weights_on_cpu()
-        module = bring_up(engine, subject_of(vllm_config, model_config, self.settings), self.settings)
+        module = bring_up(engine, lambda: subject_of(vllm_config, model_config, self.settings), self.settings)
         if not engine.loaded:
             engine.rebuild(module)
         if (instance := instance_of(module)) is not None:

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 
 from rfork import settings as options
 from rfork.errors import SettingsError
+from rfork.logs import logger
 from rfork.settings import Settings
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig
+
+log = logger(__name__)
 
 
 def settings_of(load_config: LoadConfig) -> Settings:
@@ -26,6 +29,19 @@ def settings_of(load_config: LoadConfig) -> Settings:
             hint=f"did you mean {near[0]!r}?" if near else "its names are those of RFORK_*, in lower case",
         )
     return options.load(Settings, **extra)
+
+
+def in_time(settings: Settings, ready_s: float) -> Settings:
+    """A fork's deadline is half of vLLM's for its engines, at most: one that waited can still load."""
+    most_s = ready_s / 2
+    if settings.deadline_s <= most_s:
+        return settings
+    log.info(
+        "a fork may take half of the time that vLLM gives its engines",
+        deadline_s=most_s,
+        hint="VLLM_ENGINE_READY_TIMEOUT_S is vLLM's",
+    )
+    return settings.model_copy(update={"deadline_s": most_s})
 
 
 def log_as_vllm(level: str) -> None:

@@ -11,9 +11,6 @@ import sys
 
 from rfork.engines import LOAD_FORMAT
 from rfork.engines.vllm.front import watch_over_servers
-from rfork.logs import logger
-
-log = logger(__name__)
 
 
 def register() -> None:
@@ -25,7 +22,9 @@ def register() -> None:
         if not _only_serves():
             _register_loader()
     except Exception as error:  # vLLM has to start without rfork, whatever a new version of it moved
-        log.error(
+        from rfork.logs import logger  # of what registering takes, structlog would be most
+
+        logger(__name__).error(
             "rfork does not fit this vLLM: --load-format rfork is not to be had",
             because=f"{type(error).__name__}: {error}",
             hint="see the page of compatible versions",

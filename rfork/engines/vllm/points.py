@@ -6,9 +6,6 @@ from typing import Final
 
 from rfork.engines.points import Point, moved, told
 from rfork.errors import EngineMismatch
-from rfork.logs import logger
-
-log = logger(__name__)
 
 TESTED: Final = ("0.32.0",)
 """Versions of vLLM that forks were seen with."""
@@ -61,4 +58,8 @@ def check(version: str, points: tuple[Point, ...] = POINTS, tested: tuple[str, .
             hint="use a tested version, or a newer rfork; other load formats work",
         )
     if version.partition("+")[0] not in tested:
-        log.warning("rfork was not tested with this vLLM", version=version, tested=", ".join(tested))
+        from rfork.logs import logger  # see `plugin`
+
+        logger(__name__).warning(
+            "rfork was not tested with this vLLM", version=version, tested=", ".join(tested)
+        )

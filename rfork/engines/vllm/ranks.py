@@ -10,18 +10,17 @@ from hashlib import sha256
 from typing import Any, Final
 
 import torch
-from vllm import __version__
+from vllm import __version__, envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import parallel_state
 
 from rfork.engines.bring_up import Subject
+from rfork.engines.vllm.facts import NO_WEIGHTS, configuration, kernels
 from rfork.engines.vllm.naming import model_name
 from rfork.settings import Settings
 from rfork.wire import Rank
 
 PACKAGES: Final = ("vllm",)
-NO_WEIGHTS: Final = ("*.kv_cache", "*.kv_cache.*", "*.cos_sin_cache", "*.cos_sin_cache_bf16")
-"""KV caches; and rotary tables, which each server computes itself and widens or casts while it serves."""
 
 
 def subject_of(vllm_config: VllmConfig, model_config: ModelConfig, settings: Settings) -> Subject:
@@ -71,7 +70,10 @@ def facts_of(vllm_config: VllmConfig, model_config: ModelConfig) -> tuple[str, .
         f"dtype {str(model_config.dtype).removeprefix('torch.')}",
         f"quantisation {quantisation(model_config)}",
         f"kv_cache {vllm_config.cache_config.cache_dtype}",
+        f"config {configuration(model_config)}",
     ]
+    if model_config.quantization is not None or model_config.is_moe:
+        facts.append(f"kernels {kernels(vllm_config, envs)}")
     if model_config.is_moe:
         expert = "expert" if parallel.enable_expert_parallel else "tensor"
         facts.append(f"experts {expert} parallel, {parallel.expert_placement_strategy}")

@@ -1,4 +1,4 @@
-"""A model brought up from a snapshot alone, and what is required without anything to have it from."""
+"""A model brought up from a snapshot alone, without a planner; and what is required without either."""
 
 from __future__ import annotations
 
@@ -8,5 +8,91 @@ import pytest
 import torch
 from torch import nn
 
-from rfork.artifacts.snapshot.write import write_snapshot
 from rfork.engines.bring_up import Subject, bring_up
+from rfork.engines.instance import instance_of
+from rfork.engines.traits import Traits
+from rfork.errors import CheckpointError, NothingLeft, SettingsError
+from rfork.settings import Settings
+from rfork.storage.modules.save import save
+from rfork.wire import Rank
+
+SUBJECT = Subject("model", Rank(), facts=("engine toy 1",))
+SCALE = 2.5
+
+
+def made(value: float, scale: float) -> nn.Module:
+    """A model all of whose weights are this value."""
+    module = nn.Linear(16, 16)
+    vars(module)["scale"] = scale
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(value)
+    return module
+
+
+class Toy:
+    """An engine that counts what its own loader is asked for."""
+
+    def __init__(self) -> None:
+        self.loads = 0
+
+    def empty(self) -> nn.Module:
+        """Zeros."""
+        return made(0.0, 0.0)
+
+    def load(self) -> nn.Module:
+        """The checkpoint's weights, which are not the snapshot's."""
+        self.loads += 1
+        return made(1.0, 1.0)
+
+    def check(self) -> None:
+        """There is one."""
+        if self.loads:
+            raise CheckpointError("it was read before")
+
+
+@pytest.fixture
+def toy() -> Toy:
+    """An engine."""
+    return Toy()
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> str:
+    """One of a model as the toy's, with other weights."""
+    module = made(3.0, SCALE)
+    Traits(module, SUBJECT.facts, SUBJECT.packages)
+    return save(module, tmp_path / "model.safetensors").uri
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_a_snapshot_needs_no_planner(toy: Toy, snapshot: str, required: bool) -> None:
+    """It is read, with the numbers in it, and the engine's own loader is not run."""
+    module = bring_up(
+        toy, lambda: SUBJECT, Settings(snapshot=snapshot, required=required, transports=("http",))
+    )
+    instance = instance_of(module)
+    if instance is None:
+        raise LookupError("there is no instance")
+    instance.close(0.0)
+    weight = module.get_parameter("weight").unique().tolist()
+    assert (0, [3.0], SCALE) == (toy.loads, weight, vars(module)["scale"])
+
+
+def test_a_snapshot_that_is_not_there(toy: Toy, tmp_path: Path) -> None:
+    """The engine loads instead; where a fork is required, it does not."""
+    missing = f"file://{tmp_path}/none.safetensors"
+    with pytest.raises(NothingLeft):
+        bring_up(toy, lambda: SUBJECT, Settings(snapshot=missing, required=True, transports=("http",)))
+    module = bring_up(toy, lambda: SUBJECT, Settings(snapshot=missing, transports=("http",)))
+    if (instance := instance_of(module)) is not None:
+        instance.close(0.0)
+    assert (1, [1.0]) == (toy.loads, module.get_parameter("weight").unique().tolist())
+
+
+def test_nothing_to_have_it_from(toy: Toy) -> None:
+    """With neither the engine loads as without rfork; where that is not allowed, it is said."""
+    with pytest.raises(SettingsError, match="neither a planner nor a snapshot"):
+        bring_up(toy, lambda: SUBJECT, Settings(required=True))
+    module = bring_up(toy, lambda: SUBJECT, Settings())
+    assert (1, None) == (toy.loads, instance_of(module))

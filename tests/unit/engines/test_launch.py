@@ -95,7 +95,10 @@ def test_an_allowlist_gets_the_plug_in(command: str, before: dict[str, str], aft
         ({}, {}),
         ({"RFORK_DRAIN_S": "9"}, {"RFORK_DRAIN_S": "9"}),
         ({"RFORK_PLANNER": "http://p"}, {"RFORK_PLANNER": "http://p", "RFORK_DRAIN_S": "0"}),
-        ({"RFORK_PLANNER": "http://p", "RFORK_DRAIN_S": "9"}, {"RFORK_PLANNER": "http://p", "RFORK_DRAIN_S": "0"}),
+        (
+            {"RFORK_PLANNER": "http://p", "RFORK_DRAIN_S": "9"},
+            {"RFORK_PLANNER": "http://p", "RFORK_DRAIN_S": "0"},
+        ),
     ],
 )
 def test_the_server_does_not_drain_again(before: dict[str, str], after: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -11,8 +12,9 @@ from typing import cast
 import pytest
 
 from rfork.engines.instance import Instance
-from rfork.engines.sglang import hooks, leaving, ranks, updating
+from rfork.engines.sglang import configuration, hooks, leaving, ranks, updating
 from rfork.engines.sglang.ranks import subject_of
+from rfork.errors import SourceBusy
 from rfork.settings import Settings
 from rfork.wire import Rank
 
@@ -180,6 +182,12 @@ def test_ranks_by_the_engines_own_state(
         get_serving=lambda: SimpleNamespace(served_model_name=served),
         get_parallel=lambda: parallel,
         get_exec=lambda: exec_,
+        get_server_args=lambda: None,
+    )
+    fake(
+        monkeypatch,
+        "sglang.srt.arg_groups.overrides",
+        resolving_view=lambda _: SimpleNamespace(kv_cache_dtype="fp8_e4m3"),
     )
     monkeypatch.setattr(ranks, "version", lambda _: "0.5.23")
     monkeypatch.setattr(ranks, "type_name", lambda _: "Model")
@@ -190,6 +198,7 @@ def test_ranks_by_the_engines_own_state(
             is_draft_model=draft,
             dtype="torch.bfloat16",
             quantization="fp8",
+            hf_config={"rope_theta": 1e4},
         ),
         SimpleNamespace(draft_model_idx=None),
         SimpleNamespace(device="cpu"),
@@ -199,7 +208,10 @@ def test_ranks_by_the_engines_own_state(
     assert Rank(
         tp=3, tp_size=4, pp=1, pp_size=2, ep=1, ep_size=2, dp=1, role=subject.rank.role
     ) == subject.rank  # fmt: skip
-    assert {"engine sglang 0.5.23", "device cpu", "dtype bfloat16", "quantization fp8"} < set(subject.facts)
+    assert {
+        "engine sglang 0.5.23", "device cpu", "dtype bfloat16", "quantization fp8",
+        f"config {configuration.digest({'rope_theta': 1e4})}", "kv_cache_dtype fp8_e4m3",
+    } < set(subject.facts)  # fmt: skip
 
 
 def test_readers_may_finish_before_the_schedulers_are_asked_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +233,22 @@ def test_readers_may_finish_before_the_schedulers_are_asked_to_end(monkeypatch: 
     one.on_sigterm(None, SimpleNamespace())
     one.before_dispatch(SimpleNamespace(), ShutdownReq())
     assert ["sglang-1 30 True"] == drained
+
+
+def test_a_planner_that_does_not_know_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is wrong, the server ends, and one line of its log says that nobody drained it."""
+
+    def busy(*_: object, **__: object) -> list[object]:
+        raise SourceBusy("still read")
+
+    monkeypatch.setattr(leaving, "drain_replica", busy)
+    one = leaving.Leaving(Settings(planner="http://127.0.0.1:9", replica="sglang-1"))
+    with caplog.at_level(logging.INFO, "rfork"):
+        one._drain()
+    assert one._drained.is_set()
+    assert 1 == caplog.text.count("the server ends undrained because=")
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, name: str, **content: object) -> None:

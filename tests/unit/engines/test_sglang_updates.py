@@ -229,7 +229,7 @@ def test_memory_without_a_copy_is_lost(
 def test_a_rank_of_several_is_no_seed_after_an_update(
     instance: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks of one server are forked one by one, and would be of two generations; unchanged ones are given."""
+    """Ranks are forked one by one, and would be of two generations; unchanged ones are given."""
     instance.rank = Rank(tp=1, tp_size=2)
     updates = Updates()
     put_away(updates, instance, monkeypatch, copy=True)

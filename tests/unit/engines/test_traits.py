@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from enum import Enum
+from functools import cached_property
 
 import pytest
 import torch
@@ -77,9 +78,11 @@ def test_what_computes_is_a_fact() -> None:
     ] == layouts
 
 
-@pytest.mark.parametrize("path", ["quant_method.moe_kernel.impl.fused_experts.quant_config._w1", "fp8_linear"])
+@pytest.mark.parametrize(
+    "path", ["quant_method.moe_kernel.impl.fused_experts.quant_config._w1", "fp8_linear"]
+)
 def test_what_vllm_hides_deep_is_found_once(path: str) -> None:
-    """Under a method's kernel, its experts and their scales; a scale that is a parameter is carried as that."""
+    """Under a method's kernel, its experts and their scales; what is a parameter is carried as that."""
     layer = Layer()
     layer.impl.packed = layer.weight.data
     holder: Layer | Helper = layer
@@ -103,11 +106,15 @@ def test_switches_are_one_fact() -> None:
         Traits(model, (), OWN)
         found = facts_of(capture(model).layout)
         facts.append([fact for fact in found if fact.startswith("switches ")])
-    assert (True, True, [1, 1, 1]) == (facts[0] == facts[1], facts[0] != facts[2], [len(one) for one in facts])
+    assert (True, True, [1, 1, 1]) == (
+        facts[0] == facts[1],
+        facts[0] != facts[2],
+        [len(one) for one in facts],
+    )
 
 
 def test_hidden_tensors_that_are_made_anew_are_those_of_the_image() -> None:
-    """After an update the image holds what the helper computes with now; what is new beside it is left out."""
+    """After an update the image holds what the helper computes with now; what is new there is left out."""
     layer = Layer()
     traits = Traits(layer, (), OWN)
     layout = capture(layer).layout.layout_id
@@ -151,3 +158,20 @@ def test_a_number_that_is_none_any_more_is_said() -> None:
     vars(layer)["scale"] = None
     with pytest.raises(LayoutMismatch, match="scale was a number, and is NoneType now"):
         traits.note()
+
+
+class Lazy(Layer):
+    @cached_property
+    def padded(self) -> bool:
+        return True
+
+
+def test_what_follows_from_the_rest_is_no_switch() -> None:
+    """A cached property that only the loading of weights has asked for parts no two models; a flag does."""
+    asked, fresh, flagged = Lazy(), Lazy(), Lazy()
+    vars(flagged)["native"] = vars(fresh)["native"] = vars(asked)["native"] = False
+    vars(flagged)["native"] = asked.padded
+    for model in (asked, fresh, flagged):
+        Traits(model, (), OWN)
+    facts = [facts_of(capture(model).layout) for model in (asked, fresh, flagged)]
+    assert (True, False) == (facts[0] == facts[1], facts[1] == facts[2])

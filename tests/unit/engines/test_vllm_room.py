@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -13,12 +14,14 @@ import torch
 from torch import nn
 
 from rfork.engines.points import Point
-from rfork.engines.vllm import front, hooks, points
+from rfork.engines.vllm import facts, front, hooks, points
 from rfork.engines.vllm.care import Care, care_of, look_after
 from rfork.engines.vllm.naming import model_name
-from rfork.engines.vllm.options import settings_of
+from rfork.engines.vllm.options import in_time, settings_of
 from rfork.errors import EngineMismatch, SettingsError
+from rfork.seed.seed import Identity
 from rfork.settings import Settings
+from rfork.wire import Rank
 
 
 class FakeInstance:
@@ -26,12 +29,17 @@ class FakeInstance:
 
     def __init__(self) -> None:
         self.told: list[str] = []
-        self.seed = SimpleNamespace(settings=Settings(replica="mine"))
+        self.seed = SimpleNamespace(
+            settings=Settings(replica="mine"), identity=Identity("model", Rank(), "mine-1")
+        )
+        self.fails = False
 
     def fence(self) -> None:
         self.told.append("fence")
 
     def suspend(self) -> None:
+        if self.fails:
+            raise OSError("the exporter is gone")
         self.told.append("suspend")
 
     def renew(self) -> None:
@@ -79,7 +87,10 @@ class Worker:
     def execute_model(self, scheduler_output: int) -> int:
         return scheduler_output + 1
 
-    def sleep(self, level: int = 1) -> None: ...
+    def sleep(self, level: int = 1) -> None:
+        if self.fails:
+            raise OSError("more memory in use than before")
+
     def wake_up(self, tags: list[str] | None = None) -> None: ...
     def discard(self, tags: tuple[str, ...]) -> None: ...
     def reset_weights(self) -> None: ...
@@ -178,18 +189,61 @@ def test_after_an_update_that_failed_nothing_is_given(worker: Worker, way: str) 
     )
     with pytest.raises(OSError, match=r"no such|gone"):
         changed({})
+    worker.fails = False
     worker.sleep()
     worker.wake_up()
     assert ["fence", "suspend"] == worker.told()[0]
-    worker.fails = False
     worker.reload_weights({})
     assert ["fence", "renew"] == worker.told()[0]
 
 
-def test_weights_that_are_loaded_behind_the_worker_are_noticed(worker: Worker) -> None:
-    """Whoever calls the model's own loader changes its weights; the call is answered as ever."""
-    assert {"a"} == worker.model.load_weights([("a", torch.zeros(1))])
+def test_weights_that_are_loaded_behind_the_worker_are_noticed(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a call is answered as ever; nobody says which is the last, so a whole update has to follow."""
+    caplog.set_level("WARNING", "rfork")
+    for name in "ab":
+        assert {name} == worker.model.load_weights([(name, torch.zeros(1))])
+    worker.sleep()
+    worker.wake_up()
+    assert (["fence", "fence", "suspend"], ["suspend", "renew"]) == worker.told()
+    assert ["not a seed until a whole update: weights were loaded piece by piece"] == caplog.messages
+    worker.reload_weights({})
     assert (["fence", "renew"], []) == worker.told()
+
+
+@pytest.mark.parametrize("rank", [Rank(tp_size=2), Rank(pp_size=2), Rank(ep_size=2)])
+def test_one_of_several_ranks_is_not_given_after_an_update(worker: Worker, rank: Rank) -> None:
+    """A fork could take one rank's weights from before it and another's from after; sleep changes nothing."""
+    worker.instances["target"].seed.identity = Identity("model", rank, "mine-1")
+    worker.sleep()
+    worker.wake_up()
+    assert (["suspend", "renew"], ["suspend", "renew"]) == worker.told()
+    worker.reload_weights({})
+    worker.sleep()
+    worker.wake_up()
+    assert ["fence", "suspend"] == worker.told()[0]
+
+
+def test_sleep_that_fails_is_told(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody knows where the weights are then: they are given again once they were woken."""
+    caplog.set_level("WARNING", "rfork")
+    worker.fails = True
+    with pytest.raises(OSError, match="more memory"):
+        worker.sleep()
+    assert 2 * ["not a seed until it is woken: vLLM could not put its weights to sleep"] == caplog.messages
+    worker.fails = False
+    worker.wake_up()
+    assert 2 * (["suspend", "renew"],) == worker.told()
+
+
+def test_the_engine_sleeps_whatever_becomes_of_its_seed(worker: Worker) -> None:
+    """An exporter that fails ends the seed, not the engine's request; the other one sleeps as ever."""
+    worker.instances["target"].fails = True
+    worker.sleep()
+    worker.wake_up()
+    worker.reload_weights({})
+    assert (["close 0.0"], ["suspend", "renew"]) == worker.told()
 
 
 def test_the_end_closes_both(worker: Worker) -> None:
@@ -231,6 +285,87 @@ def test_options_of_the_command_line_are_settings() -> None:
         settings_of(SimpleNamespace(model_loader_extra_config={"drain_s": -1}))
 
 
+def test_deadline_leaves_time_to_load(caplog: pytest.LogCaptureFixture) -> None:
+    """It is half of vLLM's at most, and that is told; a shorter one is as it was."""
+    caplog.set_level("INFO", "rfork")
+    assert 300.0 == in_time(Settings(deadline_s=600), 600).deadline_s
+    assert 1 == len(caplog.messages)
+    assert 200.0 == in_time(Settings(deadline_s=200), 600).deadline_s
+    assert 1 == len(caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("model.layers.0.self_attn.attn.kv_cache.0", False),
+        ("model.layers.0.self_attn.rotary_emb.cos_sin_cache", False),
+        ("deepstack_input_embeds.0", False),
+        ("per_layer_embeddings", False),
+        ("model.positions", False),
+        ("language_model.model.hidden_states", False),
+        ("language_model.model.per_layer_inputs", False),
+        ("model.layers.3.self_attn.indexer.topk_indices_buffer", False),
+        ("model.layers.3.self_attn.impl._topk_indices_buffer", False),
+        ("model.candidate_block_buffer", False),
+        ("model._mtp_hidden_buffer", False),
+        ("_ds_buffers.1", False),
+        ("model.embed_positions.weight", True),
+        ("model.embed_tokens_per_layer.weight", True),
+        ("model.layers.0.per_layer_projection.weight", True),
+        ("visual.deepstack_merger_list.0.norm.weight", True),
+        ("model.layers.0.self_attn.qkv_proj.weight", True),
+    ],
+)
+def test_what_forwards_write_is_no_weight(name: str, given: bool) -> None:
+    """Names that vLLM 0.32 hangs such tensors on models by, and weights that sound alike."""
+    assert given == (not any(fnmatchcase(name, pattern) for pattern in facts.NO_WEIGHTS))
+
+
+class Configuration:
+    """As a model's configuration, of which only this is used."""
+
+    def __init__(self, **told: object) -> None:
+        self.hf_config = self
+        self._told = told
+
+    def to_dict(self) -> dict[str, object]:
+        return self._told
+
+
+TEXT = {"_name_or_path": "/a", "id2label": {0: "a"}}
+PLAIN = {"rope_theta": 1e4, "_name_or_path": "/a", "text_config": TEXT}
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        (PLAIN, True),
+        (dict(reversed(PLAIN.items())), True),
+        ({**PLAIN, "_name_or_path": "/b", "transformers_version": "9"}, True),
+        ({**PLAIN, "text_config": {**TEXT, "_name_or_path": "/b"}}, True),
+        ({**PLAIN, "rope_theta": 1e6}, False),
+        ({**PLAIN, "text_config": {"id2label": {0: "b"}}}, False),
+    ],
+)
+def test_configuration_is_a_fact(other: dict[str, object], same: bool) -> None:
+    """What --hf-overrides changes parts two images; where a configuration lies does not."""
+    known = facts.configuration(Configuration(**PLAIN))
+    assert same == (known == facts.configuration(Configuration(**other)))
+    odd = [Configuration(value=object()) for _ in range(2)]
+    assert 1 == len({facts.configuration(config) for config in odd})
+
+
+def test_choice_of_kernels_is_a_fact() -> None:
+    """By vLLM's variables, and by its configuration."""
+
+    def told(deep: bool, moe: str) -> str:
+        config = SimpleNamespace(kernel_config=SimpleNamespace(moe_backend=moe))
+        return facts.kernels(config, SimpleNamespace(VLLM_USE_DEEP_GEMM=deep))
+
+    assert told(True, "auto") == told(True, "auto")
+    assert 3 == len({told(True, "auto"), told(False, "auto"), told(True, "marlin")})
+
+
 def test_hook_points_that_moved_are_told_in_one_line() -> None:
     """With the version there is and those that were tested; all of what moved, and nothing else."""
     known = Point("rfork.engines.vllm.naming.model_name", ("model", "revision"))
@@ -256,6 +391,7 @@ class Manager:
 
     def __init__(self, vllm_config: SimpleNamespace) -> None:
         self.stopped: list[float | None] = []
+        self.name_of_children = os.environ.get("RFORK_REPLICA")
 
     def finished_procs(self) -> dict[str, int]:
         return {}
@@ -283,12 +419,16 @@ def test_a_server_s_seeds_are_seen_off_before_its_engines_end(monkeypatch: pytes
     other = kind(vllm_config=config("auto"))
     other.shutdown(timeout=1.0)
     ours = kind(vllm_config=config("rfork"))
-    replica = os.environ["RFORK_REPLICA"]
+    second = kind(vllm_config=config("rfork"))
     ours.shutdown(2.0)
     ours.shutdown()
     assert ([1.0], [2.0, None]) == (other.stopped, ours.stopped)
-    assert replica.startswith("vllm-")
-    assert [replica] == seen
+    assert [ours.name_of_children] == seen
+    second.shutdown()
+    assert [ours.name_of_children, second.name_of_children] == seen
+    assert [True, True] == [str(name).startswith("vllm-") for name in seen]
+    assert 2 == len(set(seen))
+    assert "" == os.environ["RFORK_REPLICA"]
 
 
 def test_seeing_off_survives_a_planner_that_is_gone() -> None:

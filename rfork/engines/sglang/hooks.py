@@ -14,7 +14,6 @@ from torch import nn
 
 from rfork.engines.instance import instance_of
 from rfork.engines.sglang import points
-from rfork.engines.sglang.plugin import SOURCE
 from rfork.engines.sglang.updating import Updates
 from rfork.errors import EngineMismatch, RforkError
 from rfork.logs import logger
@@ -53,7 +52,7 @@ def install() -> None:
         (points.RUN_LOOP, _settle, HookType.BEFORE),
         (points.RELEASE_HOST, _leave, HookType.BEFORE),
     ):
-        HookRegistry.register(point, hook, kind, source=HookSource(*SOURCE))
+        HookRegistry.register(point, hook, kind, source=HookSource(*points.SOURCE))
     HookRegistry.apply_hooks()
 
 

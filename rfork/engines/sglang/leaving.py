@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from rfork.control.client import PlannerClient
 from rfork.control.draining import drain_replica
 from rfork.engines.sglang import points
-from rfork.engines.sglang.plugin import SOURCE
 from rfork.errors import RforkError
 from rfork.logs import logger
 from rfork.settings import Settings
@@ -29,7 +28,7 @@ def install(settings: Settings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
     leaving = Leaving(settings)
-    source = HookSource(*SOURCE)
+    source = HookSource(*points.SOURCE)
     HookRegistry.register(points.ON_SIGTERM, leaving.on_sigterm, HookType.AFTER, source=source)
     HookRegistry.register(points.DISPATCH, leaving.before_dispatch, HookType.BEFORE, source=source)
     HookRegistry.apply_hooks()

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SOURCE = ("rfork", "rfork")
-"""Plug-in and distribution, as SGLang names in its log who hooked what."""
-
 
 @cache
 def register() -> None:

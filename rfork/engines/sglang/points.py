@@ -9,6 +9,8 @@ from rfork.engines import points as common
 from rfork.engines.points import Moved, Point
 from rfork.engines.points import moved as moved
 
+SOURCE = ("rfork", "rfork")
+"""Plug-in and distribution, as SGLang names in its log who hooked what."""
 TESTED: Final = ("0.5.23",)
 """Versions of SGLang that forks were seen with."""
 

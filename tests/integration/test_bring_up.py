@@ -109,7 +109,9 @@ def test_a_cold_group_loads_once(fleet: Fleet) -> None:
     )
 
 
-@pytest.mark.parametrize("failure", ["--fail-load", "--fail-load-as-rfork"])
+@pytest.mark.parametrize(
+    "failure", ["--fail-load", pytest.param("--fail-load-as-rfork", marks=pytest.mark.slow)]
+)
 def test_another_is_elected_where_a_loader_fails(fleet: Fleet, failure: str) -> None:
     """The engine gets its own loader's error, once; whoever waited for it loads, and is right."""
     failing = fleet.node("--gate", failure, stall_s="2")

@@ -126,6 +126,7 @@ def test_a_killed_target_comes_back(fleet: Fleet, right: Image) -> None:
     assert (missing, 0, True) == (report["bytes_read"], report["bytes_repeated"], 3 <= len(kept) < 8)
 
 
+@pytest.mark.timeout(300)
 def test_a_target_that_is_killed_again_and_again(fleet: Fleet, right: Image) -> None:
     """Each life begins where the last one ended."""
     fleet.seed()

@@ -6,7 +6,7 @@ interleaved, every second round backwards; their tokens must be equal.
 
 "weights s" is the time of the engine's own call that makes the model: built, filled, post-processed
 (vLLM: `get_model`; SGLang: its log line). rfork's includes the planner, and each byte verified; the others
-check nothing. "first token s" is from the start of the process: imports, configuration and the KV cache are
+check nothing. Run:ai's streamer and tensorizer run where they are installed in vLLM's venv. "first token s" is from the start of the process: imports, configuration and the KV cache are
 most of it here. "read MB" is what the process had read from block devices by then. "cold": all files that it
 reads (checkpoint or snapshot) were dropped from the page cache right before.
 
@@ -76,17 +76,11 @@ def _measure(crew: Crew, engine: EngineName, rounds: int, runs: Runs, failed: di
         told: dict[str, Mapping[str, str]] = {"seed": {"RFORK_PLANNER": crew.planner}, "disk": {}}
         crew.start_planner()
         told["snapshot"] = {"RFORK_PLANNER": crew.planner, "RFORK_SNAPSHOT": str(snapshot)}
-        stock: Mapping[str, object] = {}
         if engine == "vllm":
             try:
                 crew.tensorize("tensorized")
             except DidNotRun as error:
                 failed["vllm: tensorizer, cold cache"] = _last(error)
-        if engine == "sglang":
-            try:
-                stock = seeds.enter_context(crew.stock_seed())
-            except DidNotRun as error:
-                failed["sglang: remote_instance (TransferEngine)"] = _last(error)
         cases = [case for case in CASES if case.engine == engine and case.key not in failed]
         for number in range(rounds):
             for case in cases if number % 2 == 0 else cases[::-1]:
@@ -96,8 +90,12 @@ def _measure(crew: Crew, engine: EngineName, rounds: int, runs: Runs, failed: di
                 if case.cold:
                     crew.drop_cache("model", case.checkpoint, snapshot.name)
                 try:
-                    chosen = _with(case, stock) if case.source == "stock seed" else case
-                    runs[case].append(crew.run(chosen, told.get(case.source, {})))
+                    if case.source == "stock seed":
+                        # For its own run alone: an idle one takes a core from all others.
+                        with crew.stock_seed() as stock:
+                            runs[case].append(crew.run(_with(case, stock), {}))
+                    else:
+                        runs[case].append(crew.run(case, told.get(case.source, {})))
                 except DidNotRun as error:
                     failed[case.key] = _last(error)
                     runs[case].clear()

@@ -14,7 +14,7 @@ NETWORK: Mapping[str, str] = MappingProxyType({"RFORK_TRANSPORTS": "http"})
 """As between hosts: nothing that two processes of one host can share."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One row. `arguments` are the engine's own, as its Python interface names them."""
 

@@ -6,9 +6,10 @@ interleaved, every second round backwards; their tokens must be equal.
 
 "weights s" is the time of the engine's own call that makes the model: built, filled, post-processed
 (vLLM: `get_model`; SGLang: its log line). rfork's includes the planner, and each byte verified; the others
-check nothing. Run:ai's streamer and tensorizer run where they are installed in vLLM's venv. "first token s" is from the start of the process: imports, configuration and the KV cache are
-most of it here. "read MB" is what the process had read from block devices by then. "cold": all files that it
-reads (checkpoint or snapshot) were dropped from the page cache right before.
+check nothing. Run:ai's streamer and tensorizer run where they are installed in vLLM's venv. "first token s"
+is from the start of the process: imports, configuration and the KV cache are most of it here. "read MB" is
+what the process had read from block devices by then. "cold": all files that it reads (checkpoint or snapshot)
+were dropped from the page cache right before.
 
 "rfork from a seed, http" is as between two hosts, over loopback; "of this host" leaves the choice to rfork,
 which maps the seed's memory. The seed is the same engine, idle, with `--load-format rfork`.

@@ -85,7 +85,7 @@ class ArtifactGiver:
             self._settings,
             choose(self._settings),
             manifest=manifest,
-            planner=client(self._settings),
+            planner=PlannerClient.of(self._settings) if self._settings.planner is not None else None,
         ).start()
         self._seed, self.packed = seed, packed
         log.info("artifacts are given", files=packed.files, megabytes=round(packed.bytes / 1e6, 1))
@@ -135,13 +135,3 @@ def seed(
                 hint="give them once the engine has compiled something",
             )
         yield giver.seed
-
-
-def client(settings: Settings) -> PlannerClient | None:
-    """A client of the planner that the settings name, if they name one."""
-    if settings.planner is None:
-        return None
-    token = settings.token.get_secret_value() if settings.token is not None else None
-    return PlannerClient(
-        settings.planner, token=token, tls=settings.tls, timeout_s=settings.planner_timeout_s
-    )

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from rfork import settings as options
 from rfork.artifacts.contents import check_groups, check_layout, key_in, told_of
-from rfork.artifacts.giving import HOW, OFF, client
+from rfork.artifacts.giving import HOW, OFF
 from rfork.artifacts.key import ArtifactKey, key_of_here, key_of_name, name_of, prefix_of
 from rfork.artifacts.kinds import KINDS, Place, places
 from rfork.artifacts.report import ArtifactReport
@@ -219,7 +219,7 @@ def _holders(planner: PlannerClient, model: str, key: ArtifactKey, most_bytes: i
 
 
 def _connect(settings: Settings) -> PlannerClient:
-    connected = client(settings)
+    connected = PlannerClient.of(settings) if settings.planner is not None else None
     if connected is None:
         raise SettingsError("no planner is set", hint="set RFORK_PLANNER or pass planner=")
     return connected

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from rfork import settings as options
-from rfork.cli.connect import planner_client
 from rfork.cli.console import err, escaped, out, print_json, reported
 from rfork.cli.options import JsonOption, PlannerOption
 from rfork.control.client import PlannerClient
@@ -40,7 +39,7 @@ def drain(
         if (instance is None) == (replica is None):
             raise SettingsError("name one instance, or with --replica NAME all those of one server")
         chosen = options.load(Settings, planner=planner, drain_s=wait)
-        with planner_client(chosen) as client:
+        with PlannerClient.of(chosen) as client:
             if replica is not None:
                 _drain_all(client, replica, force=force, wait_s=chosen.drain_s, as_json=as_json)
             elif instance is not None:

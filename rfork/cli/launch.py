@@ -15,8 +15,8 @@ from typing import Annotated
 import typer
 
 from rfork import settings as options
-from rfork.cli.connect import planner_client
 from rfork.cli.console import reported
+from rfork.control.client import PlannerClient
 from rfork.control.draining import drain_replica
 from rfork.engines import flags
 from rfork.engines.launch import findable, for_the_engine, rewritten
@@ -84,7 +84,7 @@ def _drain(settings: Settings, replica: str, stop: threading.Event) -> None:
         return
     try:
         log.info("draining", replica=replica, most_s=settings.drain_s)
-        with planner_client(settings) as client:
+        with PlannerClient.of(settings) as client:
             for each in drain_replica(client, replica, wait_s=settings.drain_s, force=True, stop=stop):
                 log.info("drained", instance_id=each.instance_id, may_exit=each.may_exit, reason=each.reason)
     except RforkError as error:

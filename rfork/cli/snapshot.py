@@ -13,9 +13,9 @@ from typer.core import TyperGroup
 from rfork import logs
 from rfork import settings as options
 from rfork.cli import snapshots
-from rfork.cli.connect import planner_client
 from rfork.cli.console import Bar, out, print_json, reported
 from rfork.cli.options import JsonOption, PlannerOption, model_name
+from rfork.control.client import PlannerClient
 from rfork.errors import SettingsError, UserError
 from rfork.settings import Settings
 
@@ -213,7 +213,7 @@ def _from_fleet(name: str, numbers: Sequence[int], way: _Way, settings: Settings
     from rfork.engines.fetching import fetch, ranks_of
     from rfork.storage.snapshots.files import place_of, snapshot_name
 
-    with planner_client(settings) as client:
+    with PlannerClient.of(settings) as client:
         holders = _chosen(ranks_of(client, name), numbers, name)
     names = [place_of(way.uri, holder.rank)[1] for holder in holders]
     if len(set(names)) < len(names):
@@ -229,7 +229,7 @@ def _from_fleet(name: str, numbers: Sequence[int], way: _Way, settings: Settings
             def show(progress: ForkProgress, image_bytes: int, bar: Bar = bar) -> None:
                 bar.update(min(progress.bytes_read, image_bytes), image_bytes)
 
-            image, manifest = fetch(holder, lambda: planner_client(settings), settings, show)
+            image, manifest = fetch(holder, lambda: PlannerClient.of(settings), settings, show)
         told.append(way.write(image, manifest, holder.rank, name))
         del image
     return told

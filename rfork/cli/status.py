@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.tree import Tree
 
 from rfork import settings as options
-from rfork.cli.connect import planner_client
 from rfork.cli.console import escaped, out, print_json, reported
 from rfork.cli.options import JsonOption, PlannerOption
+from rfork.control.client import PlannerClient
 from rfork.image import ranges
 from rfork.settings import Settings
 from rfork.wire import ForkView, InstanceView, ModelView
@@ -23,7 +23,7 @@ WORDS = {"serving": ("seed", "green"), "loading": ("relay", "cyan"), "draining":
 def status(planner: PlannerOption = None, as_json: JsonOption = False) -> None:
     """Show the models, instances and forks that the planner knows."""
     with reported(as_json=as_json):
-        with planner_client(options.load(Settings, planner=planner)) as client:
+        with PlannerClient.of(options.load(Settings, planner=planner)) as client:
             models, instances, forks = client.models(), client.instances(), client.forks()
         if as_json:
             print_json(

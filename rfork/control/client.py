@@ -18,9 +18,9 @@ from pydantic import TypeAdapter
 
 from rfork.control.events import SILENCE_S, EventStream
 from rfork.control.rest import RestClient
-from rfork.errors import PlannerRefused
+from rfork.errors import PlannerRefused, SettingsError
 from rfork.fields import ForkState, InstanceState
-from rfork.settings import TlsSettings
+from rfork.settings import Settings, TlsSettings
 from rfork.wire import (
     ForkFinish,
     ForkPage,
@@ -75,6 +75,14 @@ class PlannerClient:
         self._rest = RestClient(url, token=token, tls=tls, timeout_s=timeout_s, transport=transport)
         self.url = self._rest.url
         self._streams: WeakSet[EventStream] = WeakSet()
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """A client of the planner that the settings name. Raises SettingsError where they name none."""
+        if settings.planner is None:
+            raise SettingsError("no planner is set", hint="pass --planner URL or set RFORK_PLANNER")
+        token = settings.token.get_secret_value() if settings.token is not None else None
+        return cls(settings.planner, token=token, tls=settings.tls, timeout_s=settings.planner_timeout_s)
 
     # -- instances --------------------------------------------------------------------------------
 

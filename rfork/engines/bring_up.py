@@ -157,7 +157,7 @@ class _BringUp:
             Identity(subject.model, subject.rank, _instance_id(chosen, subject.rank)),
             chosen,
             choose(chosen),
-            planner=_planner(chosen),
+            planner=PlannerClient.of(chosen) if chosen.planner is not None else None,
             dial=lambda address, token: PeerClient(address, token, chosen.tls),
             fallbacks=self._ways(),
             exclude=subject.exclude,
@@ -202,16 +202,6 @@ def collect() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _planner(settings: Settings) -> PlannerClient | None:
-    """None: only a snapshot is set, or nothing."""
-    if settings.planner is None:
-        return None
-    token = settings.token.get_secret_value() if settings.token is not None else None
-    return PlannerClient(
-        settings.planner, token=token, tls=settings.tls, timeout_s=settings.planner_timeout_s
-    )
 
 
 def _instance_id(settings: Settings, rank: Rank) -> str:

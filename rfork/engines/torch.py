@@ -96,7 +96,7 @@ def run_fork(
         Identity(model, rank or Rank()),
         settings,
         choose(settings),
-        planner=_client(settings),
+        planner=PlannerClient.of(settings) if settings.planner is not None else None,
         dial=lambda address, token: PeerClient(address, token, settings.tls),
         fallbacks=fallbacks,
         on_progress=on_progress,
@@ -133,7 +133,7 @@ def seed(
         chosen,
         choose(chosen),
         manifest=seal(image),
-        planner=_client(chosen),
+        planner=PlannerClient.of(chosen) if chosen.planner is not None else None,
     ) as giving:
         yield giving
 
@@ -144,12 +144,3 @@ def settings_of(settings: Settings | None, **overrides: object) -> Settings:
         return options.load(Settings, **overrides)
     given = {name: value for name, value in overrides.items() if value is not None}
     return settings.model_copy(update=given)
-
-
-def _client(settings: Settings) -> PlannerClient | None:
-    if settings.planner is None:
-        return None
-    token = settings.token.get_secret_value() if settings.token is not None else None
-    return PlannerClient(
-        settings.planner, token=token, tls=settings.tls, timeout_s=settings.planner_timeout_s
-    )

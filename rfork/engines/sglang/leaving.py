@@ -57,7 +57,7 @@ class Leaving:
 
     def _drain(self) -> None:
         try:
-            with self._client() as client:
+            with PlannerClient.of(self._settings) as client:
                 for one in drain_replica(
                     client, str(self._settings.replica), wait_s=self._settings.drain_s, force=True
                 ):
@@ -66,10 +66,3 @@ class Leaving:
             log.info("the server ends undrained", because=str(error), hint=error.hint)
         finally:
             self._drained.set()
-
-    def _client(self) -> PlannerClient:
-        chosen = self._settings
-        token = chosen.token.get_secret_value() if chosen.token is not None else None
-        return PlannerClient(
-            chosen.planner or "", token=token, tls=chosen.tls, timeout_s=chosen.planner_timeout_s
-        )

@@ -47,11 +47,8 @@ class Sidecar:
     def __init__(self, settings: Settings, own: SidecarSettings) -> None:
         _check(settings, own)
         self._settings, self._own = settings, own
-        token = settings.token.get_secret_value() if settings.token is not None else None
         key = own.engine_token.get_secret_value() if own.engine_token is not None else None
-        self._planner = PlannerClient(
-            settings.planner or "", token=token, tls=settings.tls, timeout_s=settings.planner_timeout_s
-        )
+        self._planner = PlannerClient.of(settings)
         self._info_client = InfoClient(settings.tls)
         self._engine = StockEngine(own.engine, token=key, tls=settings.tls) if own.engine else None
         self.publisher: Publisher | None = None

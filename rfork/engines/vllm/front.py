@@ -113,11 +113,8 @@ def see_off(settings: Settings) -> None:
     log = logger(__name__)
     if settings.planner is None or settings.replica is None:
         return
-    token = settings.token.get_secret_value() if settings.token is not None else None
     try:
-        with PlannerClient(
-            settings.planner, token=token, tls=settings.tls, timeout_s=settings.planner_timeout_s
-        ) as planner:
+        with PlannerClient.of(settings) as planner:
             ended = drain_replica(planner, settings.replica, wait_s=settings.drain_s, force=True)
             for each in ended:
                 log.info("drained", instance_id=each.instance_id, because=each.reason)

@@ -13,47 +13,17 @@ from tests.engines.conftest import TinyFolder
 from tests.engines.load import LoadGenerator
 from tests.engines.models import copy_without_weights
 from tests.engines.planner import PlannerProcess
-from tests.engines.server import READY_S, EngineServer, free_port, wait_until
+from tests.engines.promises import (
+    MIB,
+    PROMPTS,
+    SLOW_FORK,
+    answers,
+    instances,
+    wait_serving,
+    weights_ids,
+)
+from tests.engines.server import READY_S, free_port, wait_until
 from tests.engines.servers import SglangServer
-
-PROMPTS = (
-    "The capital of France is", "Water boils at", "Once upon a time", "The largest planet is", "2 + 2 =",
-    "def fibonacci(n):", "The sun rises in the", "A fork is a", "Light travels at", "To be or not to be,",
-    "The opposite of hot is", "My favourite colour is", "In the beginning", "The first president of",
-    "Machine learning is", "SELECT name FROM", "Roses are red,", "The speed of sound", "Paris is known for",
-    "Dear Sir or Madam,",
-)  # fmt: skip
-TOKENS = 16
-SLOW_FORK = {"RFORK_TRANSPORTS": "http", "RFORK_MIN_RATE": "1000", "RFORK_PATIENCE_S": "1"}
-"""Bytes go by a socket, and a source may give few of them."""
-MIB = 1 << 20
-
-
-def instances(planner: PlannerProcess) -> list[InstanceReport]:
-    """Those that the planner knows."""
-    items = httpx.get(f"{planner.url}/v1/instances").json()["items"]
-    return [InstanceReport.model_validate(item["report"]) for item in items]
-
-
-def serving(planner: PlannerProcess) -> int:
-    """How many instances hold all of their weights, and give them."""
-    return sum(report.state == "serving" for report in instances(planner))
-
-
-def weights_ids(planner: PlannerProcess) -> set[str]:
-    """Of what instances give that hold all of it."""
-    known = [report.weights_id for report in instances(planner) if report.state == "serving"]
-    return {weights_id for weights_id in known if weights_id is not None}
-
-
-def wait_serving(planner: PlannerProcess, count: int) -> None:
-    """Until so many do."""
-    wait_until(lambda: serving(planner) == count, deadline_s=60, what=f"{count} instances that serve")
-
-
-def answers(server: EngineServer, prompts: tuple[str, ...] = PROMPTS) -> list[tuple[int, ...]]:
-    """Greedy tokens for each prompt."""
-    return [server.complete(prompt, TOKENS, ignore_eos=True).tokens for prompt in prompts]
 
 
 def by_planner(planner: PlannerProcess, *more: str) -> tuple[str, ...]:

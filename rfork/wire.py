@@ -76,6 +76,7 @@ class Placement(WireModel):
     rack: Label | None = None
     zone: Label | None = None
     nvlink: Label | None = Field(None, description="NVLink domain; those with one name read one another past their NICs")
+    pod: Label | None = Field(None, description="the Kubernetes Pod it runs in, for people: namespace/name")
 
 
 class StorageOffer(WireModel):
@@ -271,6 +272,27 @@ class ForkPage(WireModel):
 
     items: tuple[ForkView, ...]
     next: Identifier | None = Field(None, description="pass as `after` for the next page; none: this is the last")
+
+
+class ScaleUp(WireModel):
+    """New replicas of a model are about to start: their forks are to share one plan."""
+
+    scaleup_id: Identifier = Field(description="chosen by the caller; saying it again replaces what was said before")
+    model: ModelName
+    replicas: int = Field(ge=0, le=100_000, description="new replicas that have not asked for their fork yet; 0: none comes any more")
+    expires_in_s: float = Field(900.0, gt=0, le=86_400, description="who has not come by then is not waited for")
+    by: Label = Field("", description="who says so, for people", examples=["deployment/default/llama"])
+
+
+class ScaleUpView(WireModel):
+    """A scale-up that was announced, and what awaits those that come."""
+
+    scaleup: ScaleUp
+    arrived: int = Field(description="replicas of which a rank has asked for its fork since")
+    expires_in_s: float
+    seeds: int = Field(description="instances that hold the model whole now, of the rank that fewest hold")
+    image_bytes: Bytes = Field(description="of all ranks of one replica, where any is known; else 0")
+    reason: Told = Field(description="what they will do: fork from seeds, or read storage once for all")
 
 
 class ForkEvent(WireModel):

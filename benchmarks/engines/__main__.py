@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import harness
@@ -106,13 +107,7 @@ def _measure(crew: Crew, engine: EngineName, rounds: int, runs: Runs, failed: di
 
 
 def _with(case: Case, arguments: Mapping[str, object]) -> Case:
-    return Case(
-        case.engine,
-        case.name,
-        case.source,
-        arguments={**case.arguments, **arguments},
-        environment=case.environment,
-    )
+    return replace(case, arguments={**case.arguments, **arguments})
 
 
 def _snapshot(crew: Crew, engine: EngineName) -> Path:

@@ -29,6 +29,8 @@ class Case:
     """The folder, under the benchmark's, that it is given."""
     arguments: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    limit_s: float = 300.0
+    """How long it may take to answer: longer is "did not run"."""
 
     @property
     def key(self) -> str:
@@ -63,7 +65,7 @@ CASES = (
     Case("vllm", "rfork from a snapshot, cold cache", "snapshot", cold=True, bare=True, arguments=RFORK),
     Case("sglang", "default loader, cold cache", cold=True),
     Case("sglang", "default loader, warm cache"),
-    Case("sglang", "remote_instance (TransferEngine)", "stock seed", arguments=REMOTE),
+    Case("sglang", "remote_instance (TransferEngine)", "stock seed", arguments=REMOTE, limit_s=120.0),
     Case("sglang", "rfork from a seed, http", "seed", bare=True, arguments=RFORK, environment=NETWORK),
     Case("sglang", "rfork from a seed of this host", "seed", bare=True, arguments=RFORK),
     Case("sglang", "rfork from a snapshot, cold cache", "snapshot", cold=True, bare=True, arguments=RFORK),

@@ -205,7 +205,7 @@ class Crew:
 
 
 def _answer(process: subprocess.Popen[bytes], log: Path, case: Case) -> Run:
-    until = time.monotonic() + START_S
+    until = time.monotonic() + case.limit_s
     while True:
         ended = process.poll() is not None
         for line in log.read_text(errors="replace").splitlines():

@@ -188,6 +188,7 @@ class Seed(Answering):
                 rack=self.settings.rack,
                 zone=self.settings.zone,
                 nvlink=self.settings.nvlink,
+                pod=self.settings.pod,
             ),
             max_readers=self.settings.max_readers,
             weight=self.settings.weight,

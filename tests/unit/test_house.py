@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 GENERATED = ROOT / "rfork" / "peer" / "v1"
 
 # Which rooms of `rfork` each room may import from. Every arrow points down this list.
-FOUNDATION = {"errors", "settings", "fields", "wire", "logs", "niceness"}
+FOUNDATION = {"errors", "settings", "fields", "wire", "logs", "niceness", "commands"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "fields": set(),
@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "logs": set(),
     "niceness": {"logs"},
     "settings": {"errors", "fields"},
+    "commands": {"errors"},
     "image": FOUNDATION,
     "transport": FOUNDATION | {"image"},
     "storage": FOUNDATION | {"image", "transport"},
@@ -39,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # All that the planner may know of the other side; none of it imports torch.
 PLANNER_MAY_IMPORT = {
+    "rfork.commands",
     "rfork.control.lease",
     "rfork.errors",
     "rfork.fields",

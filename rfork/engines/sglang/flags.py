@@ -11,7 +11,7 @@ from typing import Final, NoReturn
 from uuid import uuid4
 
 from rfork import settings as options
-from rfork.engines import LOAD_FORMAT
+from rfork.commands import LOAD_FORMAT
 from rfork.engines import flags as common
 from rfork.engines.flags import variable as variable
 from rfork.engines.sglang import points

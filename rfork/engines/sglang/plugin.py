@@ -11,7 +11,7 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING
 
-from rfork.engines import LOAD_FORMAT
+from rfork.commands import LOAD_FORMAT
 from rfork.engines.sglang import points
 
 if TYPE_CHECKING:

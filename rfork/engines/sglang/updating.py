@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from rfork.engines import LOAD_FORMAT
+from rfork.commands import LOAD_FORMAT
 from rfork.engines.instance import Instance, instance_of
 from rfork.logs import logger
 

@@ -31,7 +31,9 @@ WHOLE: Final = ((0, 1),)
 
 def placement(settings: Settings) -> Placement:
     """Where the sidecar runs, and so the engine beside it."""
-    return Placement(host=settings.host, rack=settings.rack, zone=settings.zone, nvlink=settings.nvlink)
+    return Placement(
+        host=settings.host, rack=settings.rack, zone=settings.zone, nvlink=settings.nvlink, pod=settings.pod
+    )
 
 
 def layout_id(description: Description, info: WeightInfo) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from uuid import uuid4
 
-from rfork.engines import LOAD_FORMAT
+from rfork.commands import LOAD_FORMAT
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 
-from rfork.engines import LOAD_FORMAT
+from rfork.commands import LOAD_FORMAT
 from rfork.engines.vllm.front import watch_over_servers
 
 

@@ -10,7 +10,8 @@ import pytest
 
 import rfork
 from rfork.cli.launch import parsed
-from rfork.engines.launch import ENTRY_POINTS, findable, for_the_engine, replica_name, rewritten
+from rfork.commands import ENTRY_POINTS
+from rfork.engines.launch import findable, for_the_engine, replica_name, rewritten
 from rfork.errors import SettingsError
 from rfork.settings import Settings, load
 

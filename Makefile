@@ -64,10 +64,14 @@ gpu-test: ## tests/gpu, on a machine with a GPU and any PyTorch image; PYTHON=â€
 gpu-bench: ## the GPU benchmarks, there too; RESULTS=FOLDER, GPU_BENCH_S=SECONDS, WHEELS=FOLDER
 	@RESULTS="$(RESULTS)" $(PYTHON) -m benchmarks.gpu.run bench
 
+# $(call protoc,FOLDER OF THE CODE,FOLDER OF THE PROTOCOL,FILE): its messages, its services, and their types.
+protoc = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I$(1)=$(2) --python_out=. --grpc_python_out=. \
+    --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(2)/$(3)
+
 .PHONY: proto
-proto: venv ## the Python code of proto/, into rfork/peer/v1
-	PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -Irfork/peer/v1=proto/rfork/v1 --python_out=. --grpc_python_out=. \
-	    --mypy_out=quiet:. --mypy_grpc_out=quiet:. proto/rfork/v1/peer.proto
+proto: venv ## the Python code of proto/, into rfork/peer/v1 and planner/hooks/keda/v1
+	$(call protoc,rfork/peer/v1,proto/rfork/v1,peer.proto)
+	$(call protoc,planner/hooks/keda/v1,proto/externalscaler,externalscaler.proto)
 
 .PHONY: venv
 venv: $(STAMP) ## everything to develop with, in .venv

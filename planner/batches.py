@@ -3,17 +3,23 @@
 Each batch stands behind the ones before it, so a rush of arrivals must not come to many batches: while
 several keep coming the window grows with the time since the first. A fork that comes alone is to wait
 for nobody: where nothing came just before, and nobody else has come after a moment, it is planned at once.
+
+Those of a scale-up that was announced (`planner.scaleups`) are known beforehand: the first waits until all
+are there, and then nobody waits any longer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from planner.planning import Asked
 from planner.problems import ProblemError
+from planner.scaleups import ScaleUps
 from planner.store.base import StoreUnavailable
 from planner.store.records import GroupKey
 from rfork.logs import logger
@@ -32,6 +38,19 @@ Plans = dict[str, Plan | Exception]
 PlanThem = Callable[[Sequence[Asked]], Awaitable[dict[str, Plan]]]
 
 
+@dataclass(frozen=True)
+class Gathering:
+    """How those of a scale-up are gathered."""
+
+    scaleups: ScaleUps
+    most_s: float
+    """How long the first of a batch waits at most; 0: they are planned as any others."""
+    arrive: Callable[[Asked], Awaitable[None]]
+    """Has every replica of the planner know that this one came; raises StoreUnavailable."""
+    ended: Callable[[bool], None]
+    """Told of each batch whether nobody was missing at its end."""
+
+
 def window_s(age_s: float, least_s: float) -> float:
     """How long a batch waits for others, the rush that it belongs to being `age_s` old."""
     return max(least_s, min(GROWTH * age_s, LONGEST_S))
@@ -41,18 +60,28 @@ class Batches:
     """Collects first requests by group. Requests that come again, and have lost a source, do not wait."""
 
     def __init__(
-        self, least_s: float, plan: PlanThem, monotonic: Callable[[], float] = time.monotonic
+        self,
+        least_s: float,
+        plan: PlanThem,
+        monotonic: Callable[[], float] = time.monotonic,
+        gathering: Gathering | None = None,
     ) -> None:
-        """`least_s` is the window of a batch that nothing came before; 0: nobody waits."""
+        """`least_s` is the window of a batch that nothing came before; 0: nobody waits, unless announced."""
         self._least_s = least_s
         self._plan = plan
         self._monotonic = monotonic
         self._open: dict[GroupKey, _Batch] = {}
         self._rushes: dict[GroupKey, _Rush] = {}
+        self._gathering = gathering
+        self._gathered: dict[GroupKey, _Batch] = {}
+        if gathering is not None:
+            gathering.scaleups.subscribe(self._look)
         self._log = logger("planner.batches")
 
     async def add(self, asked: Asked) -> Plan:
         """The plan of one request, made together with those of others that came within the window."""
+        if self._gathering is not None and self._waits_for_others(self._gathering, asked):
+            return await self._gather(self._gathering, asked)
         if asked.urgent or self._least_s <= 0:
             return _own(asked, await self._plan([asked]))
         batch = self._open.get(asked.group)
@@ -91,6 +120,76 @@ class Batches:
         asked = list(batch.asked.values())
         if len(asked) == 1 and (rush := self._rushes.get(group)) is not None:
             rush.alone_at = self._monotonic()
+        return await self._plans(asked)
+
+    # -- those of a scale-up ------------------------------------------------------------------------
+
+    def _waits_for_others(self, gathering: Gathering, asked: Asked) -> bool:
+        """Whether it is one of those expected, or is waiting already and was sent again."""
+        if asked.urgent or gathering.most_s <= 0:
+            return False
+        waiting = self._gathered.get(asked.group)
+        if waiting is not None and asked.target.report.instance_id in waiting.asked:
+            return True
+        return asked.arrives and gathering.scaleups.awaits(asked.target)
+
+    async def _gather(self, gathering: Gathering, asked: Asked) -> Plan:
+        group, own = asked.group, asked.target.report.instance_id
+        batch = self._gathered.get(group)
+        if batch is None or len(batch.asked) >= MOST:
+            if batch is not None:
+                batch.whole.set()
+            batch = self._gathered[group] = _Batch()
+            batch.task = asyncio.create_task(self._close_gathered(gathering, group, batch))
+        # It is there before anybody is told that it came: the last one must not be left behind.
+        batch.asked[own] = asked
+        try:
+            await gathering.arrive(asked)
+        except StoreUnavailable:
+            if batch.asked.get(own) is asked:
+                del batch.asked[own]
+            raise
+        finally:
+            self._look(group[0])
+        if batch.asked.get(own) is asked:
+            batch.asked[own] = replace(asked, known=True)
+        return _own(asked, await asyncio.shield(batch.task))
+
+    def _look(self, model: str) -> None:
+        """Let those go that wait for nobody any more."""
+        if self._gathering is None:
+            return
+        for group, batch in self._gathered.items():
+            if group[0] == model and not self._gathering.scaleups.expected(group):
+                batch.whole.set()
+
+    async def _close_gathered(self, gathering: Gathering, group: GroupKey, batch: _Batch) -> Plans:
+        scaleups, clock = gathering.scaleups, asyncio.get_running_loop().time
+        began_at = clock()
+        while not batch.whole.is_set():
+            left_s = min(began_at + gathering.most_s - clock(), scaleups.lasts_s(group[0]))
+            if left_s <= 0:
+                break
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await batch.whole.wait()
+            self._look(group[0])  # what expires tells nobody
+        if self._gathered.get(group) is batch:
+            del self._gathered[group]
+        asked, missing = list(batch.asked.values()), scaleups.expected(group)
+        gathering.ended(not missing)
+        self._log.info(
+            "scale-up gathered", model=group[0], rank=group[1], together=len(asked), missing=missing,
+            waited_s=round(clock() - began_at, 3),
+        )  # fmt: skip
+        return await self._plans(asked)
+
+    # -- plans --------------------------------------------------------------------------------------
+
+    async def _plans(self, asked: Sequence[Asked]) -> Plans:
+        """The plans of a batch that is closed."""
+        if not asked:
+            return {}
         try:
             return dict(await self._plan(asked))
         except (ProblemError, StoreUnavailable):
@@ -121,6 +220,8 @@ class _Batch:
     def __init__(self) -> None:
         self.asked: dict[str, Asked] = {}
         self.task: asyncio.Task[Plans]
+        self.whole = asyncio.Event()
+        """Of a scale-up's: nobody is waited for any more."""
 
 
 class _Rush:

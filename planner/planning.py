@@ -36,6 +36,8 @@ class Asked:
     """Whether the instance was known before it asked."""
     old: ForkRecord | None
     verdict: Verdict
+    arrives: bool = False
+    """Whether its instance asks for the first time, and not for a fork that somebody else planned."""
 
     @property
     def fork_id(self) -> str:
@@ -68,7 +70,7 @@ class Planning:
         check_ranges("verified", report.verified, report.chunk_count)
         now, old = self._store.now(), self._store.state.instance(report.instance_id)
         if old is None:
-            return InstanceRecord(report, seen_at=now, forget_s=self._settings.forget_s)
+            return InstanceRecord(report, seen_at=now, forget_s=self._settings.forget_s, since=now)
         served = now >= old.quarantined_until
         return replace(
             old,
@@ -98,7 +100,7 @@ class Planning:
             raise ProblemError(409, "fork-conflict", f"fork {request.fork_id} belongs to {old.instance_id}")
         if old is not None and not old.live and not old.lost:
             raise ProblemError(409, "fork-ended", f"fork {request.fork_id} has ended: ask under another id")
-        target = self.heard(report)
+        target = self._asking(request)
         for fault in request.faults:
             self._metrics.fault(fault)
         verdict = judge(request.faults, old, state.instance, now, self._settings.quarantine_s)
@@ -122,14 +124,21 @@ class Planning:
         if verdict.marked or ended:
             # Before the plan is made: the places of a relay that is gone are free for it.
             await self._store.commit(Change(instances=verdict.marked, forks=ended))
-        return Asked(request, target, known is not None, old, verdict)
+        arrives = target.asked and not (known is not None and known.asked)
+        return Asked(request, target, known is not None, old, verdict, arrives)
+
+    def _asking(self, request: ForkRequest) -> InstanceRecord:
+        """The target's record, which says that it has asked unless others planned for it before a restart."""
+        target = self.heard(request.instance)
+        begun = bool(request.faults or request.current)
+        return target if target.asked or begun else replace(target, asked=True)
 
     def _still(self, asked: Asked) -> Asked | None:
         """The request on top of what is known of its instance now; None where that was removed meanwhile."""
         report = asked.request.instance
         if asked.known and self._store.state.instance(report.instance_id) is None:
             return None
-        target = self.heard(report)
+        target = self._asking(asked.request)
         return replace(asked, target=target if asked.old else replace(target, slow_since=None))
 
     async def plan(self, batch: Sequence[Asked]) -> dict[str, Plan]:

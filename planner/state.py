@@ -6,12 +6,26 @@ In memory and without a clock: a store decides which changes come in, and in whi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 from planner.groups import LiveGroup
-from planner.store.records import ForkRecord, GroupKey, InstanceRecord, Read
+from planner.store.records import ForkRecord, GroupKey, InstanceRecord, Read, ScaleUpRecord
 from rfork.wire import StorageRead
 
 Listener = Callable[[ForkRecord], None]
+
+
+class Watcher(Protocol):
+    """Told of what scale-ups go by, after `State` has it."""
+
+    def came(self, record: InstanceRecord) -> None:
+        """An instance is new, or asks for its first fork."""
+
+    def announced(self, models: Iterable[str]) -> None:
+        """The scale-ups of these models were changed."""
+
+    def loaded(self) -> None:
+        """Everything may be otherwise."""
 
 
 class State:
@@ -29,6 +43,8 @@ class State:
         self._groups: dict[GroupKey, LiveGroup] = {}
         self._models: dict[str, dict[str, LiveGroup]] = {}
         self._listeners: list[Listener] = []
+        self._scaleups: dict[str, ScaleUpRecord] = {}
+        self._watchers: list[Watcher] = []
 
     # -- changes ----------------------------------------------------------------------------------
 
@@ -37,21 +53,43 @@ class State:
         instances: Iterable[InstanceRecord] = (),
         forks: Iterable[ForkRecord] = (),
         gone: Iterable[str] = (),
+        scaleups: Iterable[ScaleUpRecord] = (),
+        withdrawn: Iterable[str] = (),
     ) -> None:
-        """Keep these records, each in the place of the one with its id, and forget the instances `gone`."""
+        """Keep these records, each in the place of the one with its id, and forget the instances `gone` and
+        the scale-ups `withdrawn`.
+        """
         for instance in instances:
             self._put_instance(instance)
         for fork in forks:
             self._put_fork(fork)
         for instance_id in gone:
             self._forget(instance_id)
+        models: set[str] = set()
+        for scaleup_id in withdrawn:
+            models |= self._withdraw(scaleup_id)
+        for scaleup in scaleups:
+            models |= self._withdraw(scaleup.scaleup.scaleup_id) | {scaleup.scaleup.model}
+            self._scaleups[scaleup.scaleup.scaleup_id] = scaleup
+        if models:
+            for watcher in self._watchers:
+                watcher.announced(models)
 
     def clear(self) -> None:
         """Forget everything: what the store holds is loaded anew."""
         for table in (self._instances, self._heard, self._forks, self._live, self._live_targets):
             table.clear()
-        for rest in (self._ended, self._groups, self._models):
+        for rest in (self._ended, self._groups, self._models, self._scaleups):
             rest.clear()
+
+    def loaded(self) -> None:
+        """All that the store holds was put, after `clear`."""
+        for watcher in self._watchers:
+            watcher.loaded()
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell it of what scale-ups go by, for as long as this state lives."""
+        self._watchers.append(watcher)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener` with each fork record that comes in; returns the way to stop."""
@@ -123,6 +161,20 @@ class State:
         """Keys of the same model's ranks that somebody else holds."""
         return tuple(sorted(rank for rank in self._models.get(key[0], {}) if rank != key[1]))
 
+    def groups_of(self, model: str) -> list[LiveGroup]:
+        """The groups of one model."""
+        return list(self._models.get(model, {}).values())
+
+    # -- scale-ups --------------------------------------------------------------------------------
+
+    def scaleup(self, scaleup_id: str) -> ScaleUpRecord | None:
+        """The scale-up's record, if it is known."""
+        return self._scaleups.get(scaleup_id)
+
+    def scaleups(self) -> list[ScaleUpRecord]:
+        """All of them, in the order they were last put."""
+        return list(self._scaleups.values())
+
     # -- the tables -------------------------------------------------------------------------------
 
     def _put_instance(self, record: InstanceRecord) -> None:
@@ -144,6 +196,9 @@ class State:
         group.put(record.source, missing=record.missing, strangers=strangers)
         if old is None:
             self._resume(record, group)
+        if old is None or record.asked != old.asked:
+            for watcher in self._watchers:
+                watcher.came(record)
 
     def _resume(self, record: InstanceRecord, group: LiveGroup) -> None:
         """One that was forgotten, or is new to this replica, is back: with its fork, and its readers."""
@@ -167,6 +222,11 @@ class State:
             del self._groups[record.group], self._models[model][rank_key]
             if not self._models[model]:
                 del self._models[model]
+
+    def _withdraw(self, scaleup_id: str) -> set[str]:
+        """Forget a scale-up; its model, if it was known."""
+        old = self._scaleups.pop(scaleup_id, None)
+        return set() if old is None else {old.scaleup.model}
 
     def _put_fork(self, record: ForkRecord) -> None:
         fork_id = record.fork_id

@@ -39,6 +39,7 @@ VARIABLES: Mapping[EngineName, Mapping[str, str]] = {
     "sglang": {
         "SGLANG_USE_CPU_ENGINE": "1",
         "MOONCAKE_PROTOCOL": "tcp",
+        "MC_TRANSFER_TIMEOUT": "100",
         "SGLANG_HOST_IP": "127.0.0.1",
     },
 }

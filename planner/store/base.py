@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from planner.state import State
-from planner.store.records import ForkRecord, GroupKey, InstanceRecord
+from planner.store.records import ForkRecord, GroupKey, InstanceRecord, ScaleUpRecord
 
 
 class Conflict(Exception):
@@ -31,6 +31,9 @@ class Change:
     forks: tuple[ForkRecord, ...] = ()
     gone: tuple[str, ...] = ()
     """Ids of instances to forget."""
+    scaleups: tuple[ScaleUpRecord, ...] = ()
+    withdrawn: tuple[str, ...] = ()
+    """Ids of scale-ups to forget."""
     group: GroupKey | None = None
     """Where set, the change holds only if nobody changed the forks of this group since `version`."""
     version: int = 0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from pydantic import TypeAdapter
 
 from planner.store.base import Change
 from planner.store.codec import FORKS, INSTANCES, Patch
-from planner.store.records import ForkRecord, GroupKey, InstanceRecord
+from planner.store.records import ForkRecord, GroupKey, InstanceRecord, ScaleUpRecord
 
 READ_COUNT: Final = 1000
 """Most changes that the follower reads at once."""
@@ -36,9 +36,13 @@ class Body:
     """Of the group, before the change."""
     emptied: tuple[str, ...] = ()
     """Groups that nobody is in any more: their versions are forgotten."""
+    scaleups: tuple[tuple[str, str], ...] = ()
+    """Scale-ups as JSON text (`SCALEUP`), by id: the last that is said holds, whole."""
+    withdrawn: tuple[str, ...] = ()
 
 
 BODY: Final = TypeAdapter(Body)
+SCALEUP: Final = TypeAdapter(ScaleUpRecord)
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class Contents:
     """The version of every group that is not among them."""
     ended: tuple[str, ...]
     """Forks in the order of their end."""
+    scaleups: Mapping[str, ScaleUpRecord] = field(default_factory=dict)
 
 
 def body_of(
@@ -98,6 +103,8 @@ def body_of(
         group="" if change.group is None else group_text(change.group),
         version=change.version,
         emptied=tuple(group_text(group) for group in emptied),
+        scaleups=tuple((each.scaleup.scaleup_id, SCALEUP.dump_json(each).decode()) for each in change.scaleups),
+        withdrawn=change.withdrawn,
     )
 
 

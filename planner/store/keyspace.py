@@ -10,6 +10,7 @@
     versions    group -> number of the last change of its forks; those of empty groups are forgotten, and
                 then count as `floor`, the number of the change that forgot the last one
     ended       forks that ended, in that order
+    scaleups    id -> JSON text
 
 All of it goes when no planner has written for a day. Only this module imports the `redis` package.
 """
@@ -31,14 +32,24 @@ from redis.exceptions import NoScriptError, RedisError
 
 from planner.store.base import StoreUnavailable
 from planner.store.codec import FORKS, INSTANCES, Codec, Record
-from planner.store.exchange import BODY, READ_COUNT, Behind, Body, Contents, Entry, Outcome, group_from
+from planner.store.exchange import (
+    BODY,
+    READ_COUNT,
+    SCALEUP,
+    Behind,
+    Body,
+    Contents,
+    Entry,
+    Outcome,
+    group_from,
+)
 from planner.store.scripts import COMMIT, OPEN
 from rfork.errors import SettingsError
 from rfork.settings import host_port
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Of keys and records: planners of different formats do not see one another."""
-KEYS: Final = ("meta", "changes", "instances", "forks", "versions", "ended")
+KEYS: Final = ("meta", "changes", "instances", "forks", "versions", "ended", "scaleups")
 KEEP_CHANGES: Final = 20_000
 """A replica that is further behind loads everything: ten seconds of 10,000 instances' heartbeats."""
 KEEP_BYTES: Final = 64 << 20
@@ -84,10 +95,11 @@ class Keyspace:
                 steps.execute_command(
                     "EVAL", OPEN, len(KEYS), *self._keys.values(), uuid.uuid4().hex, KEEP_S * 1000
                 )
-                for name in ("instances", "forks", "versions"):
+                for name in ("instances", "forks", "versions", "scaleups"):
                     steps.execute_command("HGETALL", self._keys[name])
                 steps.execute_command("ZRANGE", self._keys["ended"], 0, -1)
-                (epoch, number, at, floor), instances, forks, versions, ended = await steps.execute()
+                opened, instances, forks, versions, scaleups, ended = await steps.execute()
+                epoch, number, at, floor = opened
             return Contents(
                 epoch=epoch.decode(),
                 number=int(number),
@@ -97,6 +109,7 @@ class Keyspace:
                 versions={group_from(group.decode()): int(version) for group, version in versions.items()},
                 floor=int(floor or 0),
                 ended=tuple(name.decode() for name in ended),
+                scaleups={name.decode(): SCALEUP.validate_json(text) for name, text in scaleups.items()},
             )
 
     async def commit(self, epoch: str, since: int, at: float, bodies: Sequence[Body]) -> Outcome:

@@ -30,7 +30,7 @@ class MemoryStore:
                 raise Conflict
             self._changes += 1
             self._versions[change.group] = self._changes
-        self.state.apply(change.instances, change.forks, change.gone)
+        self.state.apply(change.instances, change.forks, change.gone, change.scaleups, change.withdrawn)
         if change.gone:
             # Numbers never come again, so a group that is gone may begin anew.
             held = {(group.model, group.rank_key) for group in self.state.groups()}

@@ -8,7 +8,7 @@ from typing import Final
 from planner.leases import Clock
 from planner.state import State
 from planner.store.codec import FORKS, INSTANCES, Codec, Patch, Record
-from planner.store.exchange import Behind, Contents, Entry, group_from
+from planner.store.exchange import SCALEUP, Behind, Contents, Entry, group_from
 from planner.store.records import GroupKey
 
 MOST_EMPTIED: Final = 256
@@ -48,7 +48,9 @@ class Mirror:
         self.state.apply(forks=[contents.forks[name] for name in ended])
         self.state.apply(forks=sorted(live, key=lambda fork: fork.seen_at))
         self.state.apply(sorted(contents.instances.values(), key=lambda instance: instance.seen_at))
+        self.state.apply(scaleups=contents.scaleups.values())
         self.synced(contents.at)
+        self.state.loaded()
 
     def apply(self, entry: Entry) -> None:
         """Take the change, unless that was done before; raises Behind where those before it are missing."""
@@ -60,10 +62,11 @@ class Mirror:
         try:
             instances = list(_patched(INSTANCES, body.instances, self.state.instance))
             forks = list(_patched(FORKS, body.forks, self.state.fork))
+            scaleups = [SCALEUP.validate_json(text) for _, text in body.scaleups]
         except ValueError as error:
             first_line = str(error).partition("\n")[0]
             raise Behind(f"change {entry.number} does not fit what is known: {first_line}") from None
-        self.state.apply(instances, forks, body.gone)
+        self.state.apply(instances, forks, body.gone, scaleups, body.withdrawn)
         if body.group:
             self._versions[group_from(body.group)] = entry.number
         for emptied in body.emptied:

@@ -1,4 +1,4 @@
-"""What the planner keeps of an instance and of a fork; each change makes a new record.
+"""What the planner keeps of an instance, a fork and a scale-up; each change makes a new record.
 
 Times are seconds on the store's clock, which all replicas share.
 """
@@ -13,7 +13,16 @@ from planner.fleet import Place, Source, Storage
 from rfork import wire
 from rfork.fields import ForkState
 from rfork.image.ranges import Range, normalise
-from rfork.wire import ForkFinish, ForkProgress, ForkView, InstanceReport, InstanceView, Rank, StorageRead
+from rfork.wire import (
+    ForkFinish,
+    ForkProgress,
+    ForkView,
+    InstanceReport,
+    InstanceView,
+    Rank,
+    ScaleUp,
+    StorageRead,
+)
 
 GroupKey = tuple[str, str]
 """Model and rank key."""
@@ -36,6 +45,10 @@ class InstanceRecord:
     """The fastest that any of its forks read, in bytes a second."""
     slow_since: float | None = None
     """Since when its fork falls behind the sources it reads from, if it does."""
+    since: float = 0.0
+    """When it was first heard of."""
+    asked: bool = False
+    """Whether it has asked for its (first) fork."""
 
     @property
     def group(self) -> GroupKey:
@@ -174,3 +187,21 @@ class ForkRecord:
             chunk_count=self.chunk_count,
             image_bytes=self.image_bytes,
         )
+
+
+@dataclass(frozen=True)
+class ScaleUpRecord:
+    """A scale-up that was announced; who has come since stands in the records of instances."""
+
+    scaleup: ScaleUp
+    """As it was last announced."""
+    first_at: float
+    """When it was first announced: instances that were known before are not among those expected."""
+    expires_at: float
+    before: int = 0
+    """Replicas that had come when it was last announced: those it tells of come on top of them."""
+
+    @property
+    def expected(self) -> int:
+        """Replicas that come in all, since `first_at`."""
+        return self.before + self.scaleup.replicas

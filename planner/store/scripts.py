@@ -24,7 +24,7 @@ COMMIT: Final = """
 -- the stream and bytes of half of it, milliseconds to keep the keys; head part and all parts of an instance,
 -- then of a fork; bodies.
 -- Answers {changes it has not read, a verdict for each body, shared time}, or nil where it must load all.
-local meta, changes, instances, forks, versions, ended = unpack(KEYS)
+local meta, changes, instances, forks, versions, ended, scaleups = unpack(KEYS)
 local epoch, since, at, keep_forks, keep_changes, half_bytes, keep_ms = unpack(ARGV, 1, 7)
 local instance_head, instance_parts, fork_head, fork_parts = unpack(ARGV, 8, 11)
 local CONFLICT, UNKNOWN, FIRST_BODY = 0, -1, 12
@@ -87,6 +87,8 @@ local function commit(text)
     write(instances, body.instances)
     write(forks, body.forks)
     for _, id in ipairs(body.gone) do forget(instances, instance_parts, id) end
+    for _, each in ipairs(body.scaleups) do redis.call('HSET', scaleups, each[1], each[2]) end
+    for _, id in ipairs(body.withdrawn) do redis.call('HDEL', scaleups, id) end
     number = redis.call('HINCRBY', meta, 'number', 1)
     if body.group ~= '' then redis.call('HSET', versions, body.group, number) end
     for _, group in ipairs(body.emptied) do

@@ -153,7 +153,7 @@ async def test_a_heartbeat_of_an_instance_that_is_gone_brings_it_whole(
     await one.start()
     await one.commit(Change(instances=(instance("a"),), forks=(fork("f"),)))
     await other.start()
-    await tell(redis_server, "DEL", "{rfork}:2:instances", "{rfork}:2:forks")
+    await tell(redis_server, "DEL", "{rfork}:3:instances", "{rfork}:3:forks")
     heard = replace(instance("a"), seen_at=9.0)
     await other.commit(Change(instances=(heard,), forks=(fork("f", seen_at=9.0),)))
     third = make()
@@ -277,7 +277,7 @@ async def test_a_replica_that_fell_too_far_behind_reads_everything_anew(
     await one.start()
     await one.commit(Change(instances=(instance("a"),)))
     await other.start()
-    await tell(redis_server, "HINCRBY", "{rfork}:2:meta", "number", 5)
+    await tell(redis_server, "HINCRBY", "{rfork}:3:meta", "number", 5)
     await asyncio.gather(
         one.commit(Change(instances=(instance("b"),))), other.commit(Change(instances=(instance("c"),)))
     )
@@ -298,7 +298,7 @@ async def test_the_stream_is_bounded_in_bytes(
         for number in range(60):
             readers = tuple(f"{number}-{which:0100}" for which in range(number))
             await one.commit(Change(instances=(instance("a", readers=readers),)))
-            entries = await admin.execute_command("XRANGE", "{rfork}:2:changes", "-", "+")
+            entries = await admin.execute_command("XRANGE", "{rfork}:3:changes", "-", "+")
             kept = [len(fields[b"body"]) for _, fields in entries]
             largest, bytes_kept = max(largest, *kept), max(bytes_kept, sum(kept))
     await until(lambda: other.state.instance("a") == one.state.instance("a"))
@@ -319,7 +319,7 @@ async def test_versions_of_empty_groups_are_forgotten(make: MakeStore, redis_ser
             await one.commit(change)
             seen.append(one.version(GROUP))
             await one.commit(Change(forks=(fork("f", instance_id="a", ended=True),), gone=("a",)))
-        kept = await admin.hlen("{rfork}:2:versions")
+        kept = await admin.hlen("{rfork}:3:versions")
     third = make()
     await third.start()
     await until(lambda: other.version(GROUP) == one.version(GROUP))

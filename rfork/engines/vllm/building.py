@@ -6,6 +6,8 @@ Runs in a worker, on the thread that loads.
 from __future__ import annotations
 
 import contextlib
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from vllm.config import LoadConfig, ModelConfig, VllmConfig, replace
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -52,7 +55,8 @@ class VllmEngine:
 
     def empty(self) -> nn.Module:
         """See `Engine.empty`. Raises UnsupportedTensor where the image would not be all it serves with."""
-        module = self._by(_Empty(plain(self._load_config, "dummy")))
+        with _swept_before():
+            module = self._by(_Empty(plain(self._load_config, "dummy")))
         if why := refusing.in_model(module):
             raise UnsupportedTensor("(all)", why)
         return module
@@ -105,19 +109,40 @@ class VllmEngine:
 class _Empty(DummyModelLoader):  # type: ignore[misc]  # vLLM has no types
     """vLLM's loader of dummy weights, without writing where what lies there does not matter.
 
-    Quantisation looks at what it is given, and vLLM compares embeddings to see whether they are one: these
-    get vLLM's dummies. Linear layers without quantisation are only moved about.
+    Quantisation looks at what it is given: it gets vLLM's dummies. Linear layers and embeddings without
+    quantisation are only moved about; but where a checkpoint unties its embeddings vLLM compares them, to
+    see whether they are one after all.
     """
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        unread: tuple[type, ...] = (UnquantizedLinearMethod,)
+        if not getattr(model_config, "word_embeddings_untied_by_checkpoint", True):
+            unread += (UnquantizedEmbeddingMethod,)
         for layer in model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
                 self._process_online_quant_layer(layer, info)
-            elif type(getattr(layer, "quant_method", None)) is not UnquantizedLinearMethod:
+            elif type(getattr(layer, "quant_method", None)) not in unread:
                 for name, tensor in get_layer_tensors(layer).items():
                     if name not in layer._non_persistent_buffers_set:
                         initialize_single_dummy_weight(tensor)
+
+
+@contextlib.contextmanager
+def _swept_before() -> Iterator[None]:
+    """Spare what is there already from garbage collection, for the `with` block.
+
+    vLLM collects twice as it makes a model, which takes longer than to build one: half a million objects of
+    modules that it has imported are looked at.
+    """
+    if gc.get_freeze_count():  # somebody else's, and not ours to thaw
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def default_loader(load_config: LoadConfig) -> DefaultModelLoader:

@@ -17,6 +17,7 @@ from planner.api.forks import forks_router
 from planner.api.health import health_router
 from planner.api.instances import instances_router
 from planner.api.models import models_router
+from planner.api.scaleups import scaleups_router
 from planner.auth import OPEN_PATHS, SECURITY_SCHEME, Auth, role_needed
 from planner.compat.ascend import ascend_router
 from planner.events import Events
@@ -45,7 +46,7 @@ Times are in seconds, sizes in bytes, chunk ranges half-open. Errors are RFC 945
 class PlannerApp(FastAPI):
     """Adds to the OpenAPI document what routes alone do not tell: the problem's schema and the token."""
 
-    def __init__(self, registry: Registry, *, guarded: bool) -> None:
+    def __init__(self, registry: Registry, metrics: Metrics, *, guarded: bool) -> None:
         super().__init__(
             title="rfork planner",
             version=rfork.__version__,
@@ -53,6 +54,7 @@ class PlannerApp(FastAPI):
             lifespan=lambda _: living(registry),
         )
         self.events = Events(registry.state)
+        self.metrics = metrics
         self._guarded = guarded
         self._document: dict[str, Any] | None = None
 
@@ -125,7 +127,7 @@ def create_app(
     metrics, clock = Metrics(), clock or Clock()
     registry = Registry(settings, store or make_store(settings, clock), clock, metrics)
     auth = Auth(settings, clock.monotonic)
-    app = PlannerApp(registry, guarded=auth.guarded)
+    app = PlannerApp(registry, metrics, guarded=auth.guarded)
     problems.install(app, metrics.store_unavailable)
     # The one added last is met first: the log sees every request, the limit only those let in.
     app.add_middleware(BodyLimit, limit=settings.max_body, refused=metrics.refused)
@@ -137,6 +139,7 @@ def create_app(
         instances_router(registry),
         forks_router(registry),
         models_router(registry),
+        scaleups_router(registry),
         events_router(registry, app.events),
         health_router(registry, metrics),
         ascend_router(registry),

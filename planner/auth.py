@@ -54,11 +54,16 @@ ROUTES: Final[tuple[tuple[str, str, Role], ...]] = (
     ("GET", "/v1/events", "reader"),
     ("GET", "/v1/models", "reader"),
     ("GET", "/v1/models/{below:path}", "reader"),
+    ("GET", "/v1/scaleups", "reader"),
+    ("GET", "/v1/scaleups/{below:path}", "reader"),
     ("GET", "/metrics", "reader"),
     ("GET", "/openapi.json", "reader"),
     ("GET", "/docs", "reader"),
     ("GET", "/docs/{below:path}", "reader"),
     ("GET", "/redoc", "reader"),
+    # Having others wait.
+    ("POST", "/v1/scaleups", "operator"),
+    ("DELETE", "/v1/scaleups/{scaleup_id}", "operator"),
 )
 """Method, path in the words of the router, role. The first that fits counts; others are the operator's."""
 SECURITY_SCHEME: Final[Mapping[str, str]] = {

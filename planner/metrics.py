@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter as Tally
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, get_args
 
 from prometheus_client import (
@@ -64,6 +64,12 @@ class Metrics:
             "routes", "Routes planned, by the transport that is tried first", "transport"
         )
         self._kernels = self._counter("kernel_routes", "Routes planned that run kernels on the source's GPU")
+        self._scaleups = self._gauge("scaleups", "Scale-ups under way that were announced")
+        self._expected = self._gauge("expected_replicas", "Replicas that they expect and that have not come")
+        self._scaling: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._gathered = self._counter(
+            "gathered_batches", "Batches of scale-ups: whether nobody was missing at their end", "whole"
+        )
         self._refused = self._counter("refused_requests", "Requests that met no route", "reason")
         self._conflicts = self._counter(
             "store_conflicts", "Changes made anew because another replica was quicker"
@@ -89,6 +95,14 @@ class Metrics:
     def planned(self, together: int) -> None:
         """So many forks share one plan that was made."""
         self._together.observe(together)
+
+    def follow(self, scaling: Callable[[], tuple[int, int]]) -> None:
+        """Ask `scaling` for the scale-ups under way, and how many replicas they expect."""
+        self._scaling = scaling
+
+    def gathered(self, whole: bool) -> None:
+        """A batch of a scale-up waits no longer."""
+        self._gathered.labels("true" if whole else "false").inc()
 
     def routed(self, transports: Sequence[str]) -> None:
         """A fork is to read from a source that it did not read from before, over these, the first first."""
@@ -147,6 +161,9 @@ class Metrics:
         for kind in get_args(StorageKind):
             self._readers.labels(kind).set(readers[kind])
         self._leases.set(leases)
+        scaleups, expected = self._scaling()
+        self._scaleups.set(scaleups)
+        self._expected.set(expected)
         return generate_latest(self.registry)
 
     def _show_zeros(self) -> None:
@@ -159,6 +176,8 @@ class Metrics:
             self._refused.labels(reason)
         for transport in TRANSPORTS:
             self._routes.labels(transport)
+        for whole in ("true", "false"):
+            self._gathered.labels(whole)
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"rfork_planner_{name}", what, labels, registry=self.registry)

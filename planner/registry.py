@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import Final
 
 from planner import policy
-from planner.batches import Batches
+from planner.batches import Batches, Gathering
 from planner.leases import Clock, LeaseMint
 from planner.metrics import Metrics
-from planner.planning import ATTEMPTS, Planning, busy, check_ranges, finish_of
+from planner.planning import ATTEMPTS, Asked, Planning, busy, check_ranges, finish_of
 from planner.policy.ways import takes_one_host
 from planner.problems import ProblemError
+from planner.scaleups import ScaleUps
 from planner.state import State
 from planner.store.base import Change, Conflict, Store, StoreUnavailable
 from planner.store.records import ForkRecord, InstanceRecord
@@ -49,7 +50,10 @@ class Registry:
             tuple(key.get_secret_value() for key in settings.secret), ttl_s=settings.lease_ttl_s, clock=clock
         )
         self._planning = Planning(settings, store, self._mint, metrics)
-        self._batches = Batches(settings.batch_s, self._planning.plan, clock.monotonic)
+        self.scaleups = ScaleUps(store)
+        metrics.follow(self.scaleups.count)
+        gathering = Gathering(self.scaleups, settings.gather_s, self._arrive, metrics.gathered)
+        self._batches = Batches(settings.batch_s, self._planning.plan, clock.monotonic, gathering)
         self._next_sweep = 0.0
         self._settled_at: float | None = None
         """When every instance that there is has been heard of, if the planner knew none at its start."""
@@ -89,8 +93,8 @@ class Registry:
                 raise ProblemError(
                     409,
                     "last-seed",
-                    f"instance {instance_id} is the last that holds these weights: "
-                    "start another, or drain it with force",
+                    f"instance {instance_id} is the last that holds these weights"
+                    f"{self._awaited(record)}: start another, or drain it with force",
                 )
             try:
                 # Of two that drain the last two at once, one has to find out that it is the last.
@@ -121,6 +125,11 @@ class Registry:
         waiting = [name for name in group.shares if name != instance_id]
         if waiting and self._last_seed(record):
             reason = f"it is the last that holds these weights, and {len(waiting)} forks are under way"
+            return MayExit(may_exit=False, readers=0, reason=reason)
+        awaited = self._awaited(record)
+        # One that is drained gets no more readers: there is nothing to keep it for.
+        if awaited and record.source.state != "draining" and self._last_seed(record):
+            reason = f"it is the last that holds these weights{awaited}"
             return MayExit(may_exit=False, readers=0, reason=reason)
         if record.source.state != "draining":
             reason = "nobody reads from it; drain it first, or somebody may be sent to it"
@@ -158,6 +167,12 @@ class Registry:
         await self.sweep()
         asked = await self._planning.asked(request)
         return await self._batches.add(asked)
+
+    async def _arrive(self, asked: Asked) -> None:
+        """One of those that a scale-up expects came: every replica of the planner is to know it at once."""
+        await self.store.commit(Change(instances=(asked.target,)))
+        if not asked.known:
+            self._planning.log_new(asked.request.instance)
 
     async def progress(self, fork_id: str, progress: ForkProgress) -> ProgressAck:
         """Take a fork's progress, which is a sign of life of its instance too, and renew its leases."""
@@ -204,7 +219,10 @@ class Registry:
     # -- what time brings ---------------------------------------------------------------------------
 
     async def sweep(self) -> None:
-        """Forget silent instances, give up silent forks, mark slow relays; looks once a second at most."""
+        """Forget silent instances, give up silent forks, mark slow relays, forget scale-ups that expired.
+
+        Looks once a second at most.
+        """
         now = self.now()
         if self._settled_at is None:
             self._settled_at = now + self._settings.heartbeat_s
@@ -224,10 +242,11 @@ class Registry:
         for fork in self.state.silent_forks(now - ttl_s):
             if fork.fork_id not in forks:
                 forks[fork.fork_id] = self._given_up(fork, "failed", f"no progress for {ttl_s:g} s")
-        slow = tuple(self._slowed(now))
-        if forks or gone or slow:
+        slow, expired = tuple(self._slowed(now)), self.scaleups.expired()
+        if forks or gone or slow or expired:
+            change = Change(instances=slow, forks=tuple(forks.values()), gone=tuple(gone), withdrawn=expired)
             try:
-                await self.store.commit(Change(instances=slow, forks=tuple(forks.values()), gone=tuple(gone)))
+                await self.store.commit(change)
             except StoreUnavailable as error:
                 self._log.warning("silent instances not forgotten", reason=str(error))
 
@@ -252,6 +271,11 @@ class Registry:
         held = self.state.group(record.group).holders_of(source.layout_id).get((source.weights_id, None))
         others = (held.seeds if held else 0) - (source.state != "draining" and not source.quarantine)
         return others <= 0
+
+    def _awaited(self, record: InstanceRecord) -> str:
+        """What to say of the replicas that are expected in its group; empty where none is."""
+        count = self.scaleups.expected(record.group)
+        return f", and {count} replica{' is' if count == 1 else 's are'} expected" if count else ""
 
     def _given_up(self, fork: ForkRecord, outcome: Outcome, reason: str) -> ForkRecord:
         """End a fork in its target's stead; the target may still ask again under the same id."""

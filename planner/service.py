@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import signal
 import socket
 import ssl
@@ -15,23 +14,27 @@ from typing import Final
 import uvicorn
 
 from planner.app import create_app
-from rfork.errors import PortInUse, SettingsError
+from planner.hooks.beside import HooksBeside, hooks_beside
+from planner.listening import SHUTDOWN_S, address_of, listen
+from rfork.errors import SettingsError
 from rfork.logs import logger
 from rfork.settings import LOOPBACK, PlannerSettings
 
-BACKLOG: Final = 2048
-SHUTDOWN_S: Final = 3
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(settings: PlannerSettings, ready: Callable[[str], None] | None = None) -> None:
     """Serve until SIGINT or SIGTERM; `ready` is called with the URL once requests are answered.
 
-    Logs through structlog as the caller has set it up. Raises PortInUse, or SettingsError for an address
-    or TLS files that cannot be used.
+    The hooks that the settings name run beside it. Logs through structlog as the caller has set it up.
+    Raises PortInUse, or SettingsError for an address or TLS files that cannot be used.
     """
-    with bind(settings) as listener, _quiet_signals():
-        _server(settings, listener, ready).run(sockets=[listener])
+    with (
+        bind(settings) as listener,
+        _quiet_signals(),
+        hooks_beside(settings, url_of(settings, listener)) as hooks,
+    ):
+        _server(settings, listener, ready, hooks).run(sockets=[listener])
 
 
 @contextlib.contextmanager
@@ -61,32 +64,12 @@ def running(settings: PlannerSettings) -> Iterator[str]:
 
 def bind(settings: PlannerSettings) -> socket.socket:
     """The listening socket. Raises PortInUse, or SettingsError where the address cannot be used."""
-    listener: socket.socket | None = None
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            settings.bind, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        # A restart must not wait for the old process's connections to time out.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        if listener is not None:
-            listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(settings.bind, settings.port, setting="RFORK_PLANNER_PORT") from None
-        raise SettingsError(
-            f"cannot listen on {settings.bind}:{settings.port}: {error.strerror or error}",
-            hint="set RFORK_PLANNER_BIND to an address of this machine",
-        ) from None
-    return listener
+    return listen(settings.bind, settings.port, prefix="RFORK_PLANNER_", port_setting="PORT")
 
 
 def url_of(settings: PlannerSettings, listener: socket.socket) -> str:
     """The URL that the listening socket is reached at."""
-    host = f"[{settings.bind}]" if ":" in settings.bind else settings.bind
-    return f"{'https' if settings.tls.serves else 'http'}://{host}:{listener.getsockname()[1]}"
+    return f"{'https' if settings.tls.serves else 'http'}://{address_of(settings.bind, listener)}"
 
 
 class _Server(uvicorn.Server):
@@ -110,10 +93,15 @@ class _Server(uvicorn.Server):
 
 
 def _server(
-    settings: PlannerSettings, listener: socket.socket, ready: Callable[[str], None] | None
+    settings: PlannerSettings,
+    listener: socket.socket,
+    ready: Callable[[str], None] | None,
+    hooks: HooksBeside | None = None,
 ) -> uvicorn.Server:
     log, tls, url = logger("planner"), settings.tls, url_of(settings, listener)
     app = create_app(settings)
+    if hooks is not None:
+        app.metrics.registry.register(hooks.metrics)
     config = uvicorn.Config(
         app,
         workers=1,
@@ -142,10 +130,17 @@ def _server(
 
     def started() -> None:
         log.info("planner is up", url=url)
+        if hooks is not None:
+            hooks.start()
         if ready is not None:
             ready(url)
 
-    return _Server(config, started, app.events.close)
+    def stopping() -> None:
+        app.events.close()
+        if hooks is not None:
+            hooks.stop()
+
+    return _Server(config, started, stopping)
 
 
 @contextlib.contextmanager

@@ -59,6 +59,8 @@ ARGUMENTS: Mapping[EngineName, Mapping[str, object]] = {
         "max_total_tokens": 2048,
         "context_length": 512,
         "log_level": "info",
+        # Or an idle seed takes a core from whoever reads it.
+        "sleep_on_idle": True,
     },
 }
 FOLDER: Mapping[EngineName, str] = {"vllm": "model", "sglang": "model_path"}
@@ -169,7 +171,7 @@ class Crew:
         flags = {**ARGUMENTS["sglang"], "model_path": str(self.folder / "model"), "port": port}
         command = [str(python), "-m", "sglang.launch_server", "--host", "127.0.0.1"]
         for name, value in flags.items():
-            command += [f"--{name.replace('_', '-')}", str(value)]
+            command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         command.append("--remote-instance-weight-loader-start-seed-via-transfer-engine")
         case = Case("sglang", "stock seed")
         with _running(command, self._environment(case, {}), log) as process:

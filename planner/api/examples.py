@@ -23,6 +23,8 @@ from rfork.wire import (
     ProgressAck,
     Rank,
     Route,
+    ScaleUp,
+    ScaleUpView,
     Share,
     SourceFault,
     StorageOffer,
@@ -150,3 +152,16 @@ MODELS: Final = (
         forked_bytes=3 * IMAGE_BYTES,
     ),
 )
+SCALEUP: Final = ScaleUp(
+    scaleup_id="default.llama", model=MODEL, replicas=3, expires_in_s=900, by="deployment/default/llama"
+)
+SCALEUP_OVER: Final = SCALEUP.model_copy(update={"replicas": 0})
+SCALEUP_VIEW: Final = ScaleUpView(
+    scaleup=SCALEUP,
+    arrived=1,
+    expires_in_s=871.5,
+    seeds=2,
+    image_bytes=IMAGE_BYTES,
+    reason="they fork from 2 seeds",
+)
+SCALEUPS: Final = (SCALEUP_VIEW,)

@@ -103,7 +103,9 @@ def body_of(
         group="" if change.group is None else group_text(change.group),
         version=change.version,
         emptied=tuple(group_text(group) for group in emptied),
-        scaleups=tuple((each.scaleup.scaleup_id, SCALEUP.dump_json(each).decode()) for each in change.scaleups),
+        scaleups=tuple(
+            (each.scaleup.scaleup_id, SCALEUP.dump_json(each).decode()) for each in change.scaleups
+        ),
         withdrawn=change.withdrawn,
     )
 

@@ -10,6 +10,7 @@ from rfork.cli import (
     convert,
     doctor,
     drain,
+    hook,
     launch,
     planner,
     pull,
@@ -30,6 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # or it would take "[env: …]" for markup
 )
 app.command("planner")(planner.planner)
+app.command("hook")(hook.hook)
 app.command("seed")(seed.seed)
 app.command("sidecar")(sidecar.sidecar)
 app.command("pull")(pull.pull)

@@ -24,6 +24,14 @@ def drain(
         str | None,
         typer.Option("--replica", metavar="NAME", help="All instances of one server (its RFORK_REPLICA)."),
     ] = None,
+    own: Annotated[
+        bool,
+        typer.Option(
+            "--own",
+            help="All instances of the server whose environment this is (RFORK_REPLICA), the last as well: "
+            "for its preStop hook.",
+        ),
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Even if it is the last that holds its weights.")
     ] = False,
@@ -36,12 +44,18 @@ def drain(
 ) -> None:
     """Drain instances, as for a Kubernetes preStop hook. Exit code 0 when all may end, 4 if not in time."""
     with reported(as_json=as_json):
-        if (instance is None) == (replica is None):
-            raise SettingsError("name one instance, or with --replica NAME all those of one server")
+        if [instance is not None, replica is not None, own].count(True) != 1:
+            raise SettingsError(
+                "name one instance, or with --replica NAME all those of one server, or with --own this one's"
+            )
         chosen = options.load(Settings, planner=planner, drain_s=wait)
+        if own and chosen.replica is None:
+            raise SettingsError("RFORK_REPLICA is not set: --own drains the server that it names")
+        named = chosen.replica if own else replica
         with PlannerClient.of(chosen) as client:
-            if replica is not None:
-                _drain_all(client, replica, force=force, wait_s=chosen.drain_s, as_json=as_json)
+            if named is not None:
+                # A server that drains itself is about to end, whether or not it is the last.
+                _drain_all(client, named, force=force or own, wait_s=chosen.drain_s, as_json=as_json)
             elif instance is not None:
                 answer = drained(client, instance, force=force, wait_s=chosen.drain_s, on_wait=_waiting)
                 if as_json:

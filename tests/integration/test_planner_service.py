@@ -249,6 +249,20 @@ def test_draining_says_why_it_cannot(rfork_process: StartRfork) -> None:
         assert "instance s is drained, and may not end after 0 s" in runs[1].stderr
 
 
+def test_a_server_drains_its_own_instances(rfork_process: StartRfork) -> None:
+    """`rfork drain --own`: those of RFORK_REPLICA, the last as well, and no other; without a name: 2."""
+    ranks = ("pod-target-tp0", "pod-b-target-tp0")
+    with running(settings()) as url, PlannerClient(url) as planner:
+        for name in ranks:
+            planner.report(whole(name))
+        seen = []
+        for environment in ({}, {"RFORK_REPLICA": "pod-b"}, {"RFORK_REPLICA": "pod"}):
+            command = ("drain", "--own", "--wait", "60", "--planner", url)
+            code = rfork_process(*command, environment=environment).wait()
+            seen.append((code, *(planner.instance(name).report.state for name in ranks)))
+        assert [(2, "serving", "serving"), (0, "serving", "draining"), (0, "draining", "draining")] == seen
+
+
 def test_status_shows_what_a_stranger_needs(rfork_process: StartRfork) -> None:
     """Why an instance is in quarantine, the reason of a plan, and the bytes by where they came from."""
     with running(settings()) as url, PlannerClient(url) as planner:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
-from uuid import uuid4
 
 import torch
 from torch import nn
@@ -154,7 +153,7 @@ class _BringUp:
             raise NothingLeft("there is no model to fill", ())
         return ForkSession(
             self._made,
-            Identity(subject.model, subject.rank, _instance_id(chosen, subject.rank)),
+            Identity.of(subject.model, subject.rank, chosen.replica),
             chosen,
             choose(chosen),
             planner=PlannerClient.of(chosen) if chosen.planner is not None else None,
@@ -202,10 +201,3 @@ def collect() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _instance_id(settings: Settings, rank: Rank) -> str:
-    """Unique for each start, and under the server's name where it has one, so that all can be drained."""
-    if settings.replica is None:
-        return uuid4().hex
-    return f"{settings.replica}-{rank.key}-dp{rank.dp}-{uuid4().hex[:8]}"

@@ -93,7 +93,7 @@ def run_fork(
         fallbacks.insert(0, snapshot_fallback(named, exclude, rank, options.load(StorageSettings)))
     return ForkSession(
         module,
-        Identity(model, rank or Rank()),
+        Identity.of(model, rank or Rank(), settings.replica),
         settings,
         choose(settings),
         planner=PlannerClient.of(settings) if settings.planner is not None else None,
@@ -129,7 +129,7 @@ def seed(
         raise UnsupportedTensor("(all)", "the module has no tensor with bytes, so there is nothing to seed")
     with Seed(
         image,
-        Identity(model, rank or Rank()),
+        Identity.of(model, rank or Rank(), chosen.replica),
         chosen,
         choose(chosen),
         manifest=seal(image),

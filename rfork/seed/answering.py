@@ -39,6 +39,16 @@ class Identity:
     rank: Rank = field(default_factory=Rank)
     instance_id: str = field(default_factory=lambda: uuid4().hex)
 
+    @classmethod
+    def of(cls, model: str, rank: Rank, replica: str | None) -> Identity:
+        """One with an id of its own at each start, under its server's name (`Settings.replica`) if any.
+
+        So all ranks of a server can be drained together, and whoever gave it the name knows them.
+        """
+        if replica is None:
+            return cls(model, rank)
+        return cls(model, rank, f"{replica}-{rank.key}-dp{rank.dp}-{uuid4().hex[:8]}")
+
 
 class Answering(Suspending):
     """What an instance holds, given to whoever shows a lease, within the rate that its governor allows."""

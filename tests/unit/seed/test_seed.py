@@ -27,7 +27,7 @@ from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
 from rfork.transport.base import Gate
 from rfork.transport.memory import MemoryExporter, MemoryNetwork, MemoryTransport
-from rfork.wire import StorageOffer
+from rfork.wire import Rank, StorageOffer
 
 KEY = derive_key(b"s" * 32, "seed-1")
 IMAGE = image_of({"a": torch.arange(3 * MIB, dtype=torch.uint8)})
@@ -57,6 +57,15 @@ def made(
 def token(fork_id: str = "fork-1", generation: int = 0) -> str:
     claims = LeaseClaims(fork_id, "seed-1", LAYOUT_ID, None, generation, time.time() + 60)
     return sign(claims, decode_key(KEY))
+
+
+def test_a_server_names_the_instances_of_its_ranks() -> None:
+    """Each start has an id of its own, which begins with the server's name where it has one."""
+    rank = Rank(tp=1, tp_size=2, dp=3)
+    one, other = (Identity.of("model", rank, "pod-7").instance_id for _ in range(2))
+    alone = Identity.of("model", rank, None).instance_id
+    start = "pod-7-target-tp1of2-pp0of1-ep0of1-dp3-"
+    assert (True, True, True, 32) == (one.startswith(start), other.startswith(start), one != other, len(alone))
 
 
 def test_a_seed_reports_a_whole_image() -> None:

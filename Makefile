@@ -38,6 +38,26 @@ test-engines: venv ## forks between real vLLM and SGLang servers, on the CPU (se
 	RFORK_TEST_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python RFORK_TEST_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python \
 	    $(PYTEST) -m engines tests/engines $(TESTS)
 
+# kube-apiserver and kube-controller-manager come in no package: KUBEBUILDER_ASSETS names a folder with them.
+KUBE := .venv/kube
+RFORK_TEST_HELM ?= $(CURDIR)/$(KUBE)/helm
+RFORK_TEST_KUBECTL ?= $(CURDIR)/$(KUBE)/kubectl
+export RFORK_TEST_HELM RFORK_TEST_KUBECTL
+
+.PHONY: test-kube
+test-kube: venv ## the chart, and the hooks on a real API server (KUBEBUILDER_ASSETS names its programs)
+	@command -v etcd "$(KUBEBUILDER_ASSETS)/etcd" > /dev/null && exit 0; missing=" etcd-server"; \
+	$(call apt,$$missing,Tests with an API server need,without them they are skipped)
+	@$(BIN)/python -m tests.kube.setup.install $(KUBE) || echo "no helm, no kubectl: what needs them is skipped"
+	@for name in kube-apiserver kube-controller-manager; do \
+	    test -x "$(KUBEBUILDER_ASSETS)/$$name" && continue; \
+	    echo "KUBEBUILDER_ASSETS ('$(KUBEBUILDER_ASSETS)') has no $$name: all tests with an API server are skipped."; \
+	    echo "   setup-envtest use -p path      (go install sigs.k8s.io/controller-runtime/tools/setup-envtest@latest)"; \
+	    echo "makes such a folder, without kube-controller-manager: take that from https://dl.k8s.io/, same version."; \
+	    break; \
+	done
+	$(PYTEST) -m kube tests/kube $(TESTS)
+
 .PHONY: lint
 lint: venv ## ruff and mypy --strict
 	$(BIN)/ruff check --quiet

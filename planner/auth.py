@@ -61,7 +61,7 @@ ROUTES: Final[tuple[tuple[str, str, Role], ...]] = (
     ("GET", "/docs", "reader"),
     ("GET", "/docs/{below:path}", "reader"),
     ("GET", "/redoc", "reader"),
-    # Having others wait.
+    # Saying whom all others wait for.
     ("POST", "/v1/scaleups", "operator"),
     ("DELETE", "/v1/scaleups/{scaleup_id}", "operator"),
 )

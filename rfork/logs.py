@@ -16,7 +16,10 @@ from structlog.stdlib import BoundLogger
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 # What libraries say of each request or of their own start: rfork logs that itself; botocore's has signatures.
-CHATTY = ("uvicorn", "httpx", "httpcore", "grpc", "asyncio", "botocore", "boto3", "s3transfer", "urllib3")
+CHATTY = (
+    "uvicorn", "httpx", "httpx2", "httpcore", "httpcore2", "grpc", "asyncio",
+    "botocore", "boto3", "s3transfer", "urllib3",
+)  # fmt: skip
 FIELDS = "rfork_fields"
 
 

@@ -59,4 +59,4 @@ def test_the_planner_answers_as_its_document_says(
     assert 0 == run.returncode, run.stdout + run.stderr
     tested = re.search(r"Tested: +(\d+)", run.stdout)
     assert tested is not None, run.stdout
-    assert int(tested[1]) >= 15
+    assert int(tested[1]) >= 19

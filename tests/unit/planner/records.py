@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from planner.store.records import ForkRecord, GroupKey, InstanceRecord
-from rfork.wire import ForkFinish, Rank
+from planner.store.records import ForkRecord, GroupKey, InstanceRecord, ScaleUpRecord
+from rfork.wire import ForkFinish, Rank, ScaleUp
 from tests.unit.planner.builders import whole
 
 GROUP: Final[GroupKey] = ("m", Rank().key)
@@ -25,3 +25,9 @@ def fork(name: str, *, ended: bool = False, **changes: object) -> ForkRecord:
         asked_at=0.0, planned_at=0.0, seen_at=0.0, finish=FORKED if ended else None,
     )  # fmt: skip
     return replace(record, **changes)  # type: ignore[arg-type]  # each test names fields of ForkRecord
+
+
+def scaleup(name: str, replicas: int, *, expires_at: float = 900.0) -> ScaleUpRecord:
+    """The record of a scale-up of the group's model."""
+    told = ScaleUp(scaleup_id=name, model=GROUP[0], replicas=replicas)
+    return ScaleUpRecord(told, first_at=0.0, expires_at=expires_at)

@@ -45,6 +45,8 @@ INSTANCE_RECORDS = st.builds(
     quarantine=TEXTS,
     missing=st.booleans(),
     ingress_rate=st.none() | TIMES,
+    since=TIMES,
+    asked=st.booleans(),
 )
 READS = st.builds(
     Read,

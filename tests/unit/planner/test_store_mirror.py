@@ -1,18 +1,39 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
+from planner.store.base import Change
 from planner.store.codec import FORKS, INSTANCES
-from planner.store.exchange import Behind, Body, Contents, Entry, group_text
+from planner.store.exchange import Behind, Body, Contents, Entry, body_of, group_text
 from planner.store.mirror import Mirror
 from planner.store.records import ForkRecord, InstanceRecord
 from tests.unit.planner.builders import FakeTime
-from tests.unit.planner.records import GROUP, fork, instance
+from tests.unit.planner.records import GROUP, fork, instance, scaleup
 
 PATIENCE_S = 3.0
 UNIX = 1_700_000_000.0
+
+
+class Hearing:
+    """Keeps what a watcher is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def came(self, record: InstanceRecord) -> None:
+        """An instance is new, or asks."""
+        self.told.append(f"came {record.report.instance_id}")
+
+    def announced(self, models: Iterable[str]) -> None:
+        """Scale-ups were changed."""
+        self.told.append(f"announced {' '.join(models)}")
+
+    def loaded(self) -> None:
+        """Everything may be otherwise."""
+        self.told.append("loaded")
 
 
 def contents(
@@ -151,3 +172,36 @@ def test_the_clock_stands_still_while_nothing_is_heard(mirror: Mirror, time: Fak
     mirror.synced(UNIX)
     time.now += 1
     assert (UNIX + PATIENCE_S, [], UNIX + PATIENCE_S + 1) == (stood, silent, mirror.now())
+
+
+def test_scale_ups_come_whole_and_the_last_that_is_said_holds(mirror: Mirror) -> None:
+    """With a change, with everything, and until one is withdrawn."""
+    first, second = scaleup("a", 3), scaleup("a", 2)
+    there = []
+    mirror.apply(Entry(1, body_of(Change(scaleups=(first, scaleup("b", 1))), {}, {})))
+    there.append(mirror.state.scaleups())
+    mirror.apply(Entry(2, body_of(Change(scaleups=(second,), withdrawn=("b", "c")), {}, {})))
+    there.append(mirror.state.scaleups())
+    mirror.fill(replace(contents(number=2), scaleups={"a": first}))
+    there.append(mirror.state.scaleups())
+    assert [[first, scaleup("b", 1)], [second], [first]] == there
+
+
+def test_text_that_is_no_scale_up_ends_in_loading_everything(mirror: Mirror) -> None:
+    """As any that fits no record."""
+    with pytest.raises(Behind, match="change 1 does not fit what is known"):
+        mirror.apply(Entry(1, Body(scaleups=(("a", "{}"),))))
+
+
+def test_who_watches_is_told_once_everything_is_there(mirror: Mirror) -> None:
+    """Who came and what was announced, and that all may be otherwise."""
+    watcher = Hearing()
+    mirror.state.watch(watcher)
+    mirror.apply(Entry(1, new(instance("a"))))
+    asked = replace(instance("a"), asked=True)
+    mirror.apply(Entry(2, body_of(Change(instances=(asked,)), {"a": instance("a")}, {})))
+    mirror.apply(Entry(3, body_of(Change(instances=(replace(asked, seen_at=1.0),)), {"a": asked}, {})))
+    mirror.apply(Entry(4, body_of(Change(scaleups=(scaleup("up", 3),)), {}, {})))
+    told = list(watcher.told)
+    mirror.fill(contents(number=4))
+    assert (["came a", "came a", "announced m"], "loaded") == (told, watcher.told[-1])

@@ -1,0 +1,30 @@
+"""The rfork command of a container that has rfork as files only; `rfork` beside it starts this.
+
+A process of rfork's own: here its dependencies go before the image's, which may be too old. What it starts
+(`rfork launch`) gets none of that: only `sys.path` is changed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+FILES = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    """Run the command."""
+    # Python put this file's folder first, where `rfork` would be this very file.
+    sys.path[:] = [each for each in sys.path if Path(each).resolve() != FILES / "bin"]
+    dependencies = FILES / "deps" / f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    if not dependencies.is_dir():
+        has = ", ".join(sorted(each.name for each in (FILES / "deps").iterdir()))
+        sys.exit(f"rfork: its files in {FILES} are for {has}, and this Python is {dependencies.name}")
+    sys.path[:0] = [str(FILES / "path"), str(dependencies)]
+    from rfork.cli.app import main as run
+
+    sys.argv[0] = "rfork"
+    run()
+
+
+main()

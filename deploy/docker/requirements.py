@@ -1,0 +1,47 @@
+"""What goes into images, read from pyproject.toml; the versions are those of constraints.txt.
+
+Nothing but the standard library: it runs where nothing is installed yet.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[2]
+CONSTRAINTS: Final = ROOT / "constraints.txt"
+PLANNER_EXTRAS: Final = ("kubernetes", "redis")
+"""What the planner's image has beside the base."""
+NOT_OURS: Final = frozenset({"torch"})
+"""What planners do not need, and engines bring."""
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def canonical(requirement: str) -> str:
+    """The name that a requirement begins with, as package indexes compare names."""
+    if (found := NAME.match(requirement)) is None:
+        raise ValueError(f"no name in the requirement {requirement!r}")
+    return re.sub(r"[-_.]+", "-", found.group()).lower()
+
+
+def requirements(extras: Iterable[str] = (), *, pyproject: Path = ROOT / "pyproject.toml") -> tuple[str, ...]:
+    """What rfork and some extras of it require, as in pyproject.toml, less `NOT_OURS`."""
+    project = tomllib.loads(pyproject.read_text("utf-8"))["project"]
+    optional: dict[str, list[str]] = project["optional-dependencies"]
+    listed: list[str] = [*project["dependencies"], *(each for extra in extras for each in optional[extra])]
+    return tuple(each for each in listed if canonical(each) not in NOT_OURS)
+
+
+def build_requirements(*, pyproject: Path = ROOT / "pyproject.toml") -> tuple[str, ...]:
+    """What builds rfork's wheel."""
+    required: Sequence[str] = tomllib.loads(pyproject.read_text("utf-8"))["build-system"]["requires"]
+    return tuple(required)
+
+
+def pinned(*, constraints: Path = CONSTRAINTS) -> dict[str, str]:
+    """The version of each package that constraints.txt names."""
+    lines = (line.partition("#")[0].strip() for line in constraints.read_text("utf-8").splitlines())
+    return {canonical(line): line.partition("==")[2] for line in lines if line}

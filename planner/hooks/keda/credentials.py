@@ -1,0 +1,74 @@
+"""TLS of the scaler's port, out of ``RFORK_TLS_*``; a renewed certificate counts from the next connection."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Final
+
+import grpc
+
+from rfork.errors import SettingsError
+from rfork.logs import logger
+from rfork.settings import TlsSettings
+
+Files = tuple[bytes, bytes, bytes | None]
+"""Key, certificate chain and authorities."""
+CANNOT: Final = "the scaler's TLS files (RFORK_TLS_*) cannot be used"
+
+
+def server_credentials(tls: TlsSettings) -> grpc.ServerCredentials | None:
+    """Credentials of the port; None where TLS is off. With `tls.ca`, clients must show a certificate (mTLS).
+
+    Raises SettingsError for files of no use.
+    """
+    if not tls.serves:
+        return None
+    try:
+        renewal = _Renewal(tls, _read(tls))
+    except OSError as error:  # ssl.SSLError is one
+        raise SettingsError(f"{CANNOT}: {error}") from error
+    credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
+        _configuration(renewal.files),
+        renewal,  # type: ignore[arg-type]  # None: nothing new
+        tls.ca is not None,
+    )
+    return credentials
+
+
+class _Renewal:
+    """Called by gRPC at each handshake, on a thread of its own: what to use from now on, if that is new."""
+
+    def __init__(self, tls: TlsSettings, files: Files) -> None:
+        self.files = files
+        self._tls = tls
+
+    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
+        try:
+            files = _read(self._tls)
+        except OSError as error:
+            # Half of a renewal, for example: a certificate that does not go with the key yet.
+            logger("planner.hooks.keda").warning(CANNOT, reason=str(error), used="those read before")
+            return None
+        if files == self.files:
+            return None
+        self.files = files
+        return _configuration(files)
+
+
+def _read(tls: TlsSettings) -> Files:
+    """The files' bytes. Raises OSError where gRPC could do nothing with them."""
+    if tls.certificate is None or tls.key is None:
+        raise SettingsError("RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY go together: set both or neither")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tls.certificate, tls.key)
+    if tls.ca is not None:
+        context.load_verify_locations(cafile=tls.ca)
+    return tls.key.read_bytes(), tls.certificate.read_bytes(), tls.ca.read_bytes() if tls.ca else None
+
+
+def _configuration(files: Files) -> grpc.ServerCertificateConfiguration:
+    key, certificate, authorities = files
+    configuration: grpc.ServerCertificateConfiguration = grpc.ssl_server_certificate_configuration(
+        [(key, certificate)], authorities
+    )
+    return configuration

@@ -1,0 +1,85 @@
+"""What engines tell at /metrics, asked over HTTP with bounds on time, size and number."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import ssl
+from typing import Final
+
+import httpx
+
+from planner.hooks.keda.signals import Page, page_of
+from rfork.errors import SettingsError
+from rfork.settings import TlsSettings, host_port
+
+MOST_BYTES: Final = 8 << 20
+"""Of one page; a busy vLLM with many engines tells less than one MiB."""
+MOST_AT_ONCE: Final = 64
+HOST: Final = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
+"""Nothing that would make another URL of it: instances say themselves where they are."""
+
+
+class EngineSilent(Exception):
+    """An engine does not say what it does; the text follows its host's name in a sentence."""
+
+
+class EngineReader:
+    """Asks engines, each within `timeout_s`. Runs in the scaler's process."""
+
+    def __init__(self, timeout_s: float, tls: TlsSettings) -> None:
+        self._timeout_s = timeout_s
+        self._places = asyncio.Semaphore(MOST_AT_ONCE)
+        self._client = httpx.AsyncClient(
+            verify=_context(tls),
+            trust_env=False,
+            follow_redirects=False,
+            timeout=timeout_s,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=MOST_AT_ONCE),
+            # Compressed, a small answer could be a large page.
+            headers={"Accept": "text/plain;version=0.0.4", "Accept-Encoding": "identity"},
+        )
+
+    async def read(self, host: str, *, scheme: str, port: int, path: str) -> Page:
+        """What the engine at `host` tells. Raises EngineSilent."""
+        if not HOST.fullmatch(host):
+            raise EngineSilent("is no name of a host")
+        url = f"{scheme}://{host_port(host, port)}{path}"
+        async with self._places:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    return page_of(await self._body(url))
+            except TimeoutError:
+                raise EngineSilent(f"did not answer {url} within {self._timeout_s:g} s") from None
+            except httpx.TimeoutException:
+                raise EngineSilent(f"did not answer {url} within {self._timeout_s:g} s") from None
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                raise EngineSilent(f"did not answer {url}: {error or type(error).__name__}") from None
+            except ValueError as error:
+                raise EngineSilent(f"answers {url} with no Prometheus metrics: {error}"[:300]) from None
+
+    async def _body(self, url: str) -> bytes:
+        body = bytearray()
+        async with self._client.stream("GET", url) as answer:
+            if answer.status_code != httpx.codes.OK:
+                raise EngineSilent(f"answers {url} with HTTP {answer.status_code}")
+            async for part in answer.aiter_raw():
+                body += part
+                if len(body) > MOST_BYTES:
+                    raise EngineSilent(f"answers {url} with more than {MOST_BYTES >> 20} MiB")
+        return bytes(body)
+
+    async def close(self) -> None:
+        """Let go of connections."""
+        await self._client.aclose()
+
+
+def _context(tls: TlsSettings) -> ssl.SSLContext:
+    """For engines behind https: trusts ``RFORK_TLS_CA`` where it is set, else the system's authorities."""
+    try:
+        context = ssl.create_default_context(cafile=tls.ca)
+        if tls.certificate is not None:
+            context.load_cert_chain(tls.certificate, tls.key)
+    except OSError as error:  # ssl.SSLError is one
+        raise SettingsError(f"the scaler's TLS files (RFORK_TLS_*) cannot be used: {error}") from error
+    return context

@@ -1,0 +1,208 @@
+"""KEDA's external scaler: the gRPC service that KEDA's operator calls, and the process that serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import Counter, Gauge
+
+from planner.hooks.fleet import Fleet, PlannerAway
+from planner.hooks.keda.credentials import server_credentials
+from planner.hooks.keda.engines import EngineReader
+from planner.hooks.keda.load import Load
+from planner.hooks.keda.signals import NothingTold, Reading
+from planner.hooks.keda.triggers import BadTrigger, Trigger, trigger_of
+from planner.hooks.keda.v1 import externalscaler_pb2 as pb
+from planner.hooks.keda.v1.externalscaler_pb2_grpc import (
+    ExternalScalerServicer,
+    add_ExternalScalerServicer_to_server,
+)
+from planner.hooks.probes import Status
+from planner.listening import listen
+from rfork.errors import PortInUse
+from rfork.logs import logger
+from rfork.settings import HookSettings, TlsSettings, host_port, load
+
+if TYPE_CHECKING:
+    from grpc.aio import ServicerContext as Context
+
+SERVICE: Final = "externalscaler.ExternalScaler"
+LARGEST_REQUEST: Final = 256 << 10
+PING_S: Final = 60.0
+"""How often a silent connection is asked whether anybody is there: streams would wait for ever."""
+STOP_GRACE_S: Final = 1.0
+
+
+class Aborts(Protocol):
+    """A call that can be ended with an error."""
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
+        """End it."""
+
+
+class Scaler(ExternalScalerServicer):
+    """Answers KEDA: INVALID_ARGUMENT where metadata is no trigger, UNAVAILABLE where a value is not known."""
+
+    def __init__(self, load: Load, status: Status) -> None:
+        self._load = load
+        self._ending = asyncio.Event()
+        self._streams = Gauge(
+            "rfork_scaler_streams", "Push triggers that are listening", registry=status.registry
+        )
+        self._answers = Counter(
+            "rfork_scaler_answers", "Answers to KEDA", ["call", "code"], registry=status.registry
+        )
+        self._log = logger("planner.hooks.keda")
+
+    async def IsActive(
+        self,
+        request: pb.ScaledObjectRef,
+        context: Context[pb.ScaledObjectRef, pb.IsActiveResponse],
+    ) -> pb.IsActiveResponse:
+        """Whether the trigger has anything to do."""
+        trigger = await self._trigger("IsActive", request, context)
+        reading = await self._reading("IsActive", trigger, context)
+        return pb.IsActiveResponse(result=reading.active)
+
+    async def GetMetricSpec(
+        self,
+        request: pb.ScaledObjectRef,
+        context: Context[pb.ScaledObjectRef, pb.GetMetricSpecResponse],
+    ) -> pb.GetMetricSpecResponse:
+        """The trigger's metric and its target; asks nobody."""
+        trigger = await self._trigger("GetMetricSpec", request, context)
+        self._answers.labels("GetMetricSpec", "OK").inc()
+        spec = pb.MetricSpec(
+            metricName=trigger.name,
+            targetSize=max(1, round(trigger.target)),
+            targetSizeFloat=trigger.target,
+        )
+        return pb.GetMetricSpecResponse(metricSpecs=[spec])
+
+    async def GetMetrics(
+        self,
+        request: pb.GetMetricsRequest,
+        context: Context[pb.GetMetricsRequest, pb.GetMetricsResponse],
+    ) -> pb.GetMetricsResponse:
+        """The metric's value, under the trigger's own name for it whatever name is asked for."""
+        trigger = await self._trigger("GetMetrics", request.scaledObjectRef, context)
+        reading = await self._reading("GetMetrics", trigger, context)
+        value = pb.MetricValue(
+            metricName=trigger.name, metricValue=math.ceil(reading.value), metricValueFloat=reading.value
+        )
+        return pb.GetMetricsResponse(metricValues=[value])
+
+    async def StreamIsActive(
+        self,
+        request: pb.ScaledObjectRef,
+        context: Context[pb.ScaledObjectRef, pb.IsActiveResponse],
+    ) -> AsyncIterator[pb.IsActiveResponse]:
+        """The state at once and at each change; ends with the scaler.
+
+        While the state is not known, what was said last holds: KEDA's own looks tell it what is wrong.
+        """
+        trigger = await self._trigger("StreamIsActive", request, context)
+        active = (await self._reading("StreamIsActive", trigger, context)).active
+        with self._streams.track_inprogress():
+            yield pb.IsActiveResponse(result=active)
+            while not await self._ended_within(trigger.poll):
+                before = active
+                with suppress(PlannerAway, NothingTold):
+                    active = (await self._load.read(trigger)).active
+                if active != before:
+                    self._say_turned(trigger, active)
+                    yield pb.IsActiveResponse(result=active)
+
+    def end(self) -> None:
+        """End all streams in order, so that KEDA opens them anew at once."""
+        self._ending.set()
+
+    async def _ended_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._ending.wait()
+        except TimeoutError:
+            return False
+
+    def _say_turned(self, trigger: Trigger, active: bool) -> None:
+        self._log.info("trigger turned", model=trigger.model, metric=trigger.metric, active=active)
+
+    async def _trigger(self, call: str, request: pb.ScaledObjectRef, context: Aborts) -> Trigger:
+        try:
+            return trigger_of(request.scalerMetadata)
+        except BadTrigger as error:
+            where = f"{request.namespace}/{request.name}"
+            self._log.warning("trigger refused", call=call, scaled_object=where, reason=str(error))
+            await self._refuse(call, context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    async def _reading(self, call: str, trigger: Trigger, context: Aborts) -> Reading:
+        try:
+            reading = await self._load.read(trigger)
+        except (PlannerAway, NothingTold) as error:
+            await self._refuse(call, context, grpc.StatusCode.UNAVAILABLE, str(error))
+        self._answers.labels(call, "OK").inc()
+        return reading
+
+    async def _refuse(self, call: str, context: Aborts, code: grpc.StatusCode, why: str) -> NoReturn:
+        self._answers.labels(call, code.name).inc()
+        await context.abort(code, why)
+
+
+async def run(settings: HookSettings, fleet: Fleet, status: Status) -> None:
+    """Serve KEDA at ``RFORK_HOOK_BIND``:``RFORK_HOOK_SCALER_PORT`` until cancelled.
+
+    Raises PortInUse, and SettingsError for an address or TLS files of no use.
+    """
+    tls, log = load(TlsSettings), logger("planner.hooks.keda")
+    credentials = server_credentials(tls)
+    engines = EngineReader(settings.engine_timeout_s, tls)
+    answers = Load(fleet, engines, time.monotonic, status.registry)
+    scaler, healthy = Scaler(answers, status), health.aio.HealthServicer()  # type: ignore[attr-defined]
+    server = grpc.aio.server(
+        options=[
+            ("grpc.so_reuseport", 0),  # or two processes could share one port unnoticed
+            ("grpc.max_receive_message_length", LARGEST_REQUEST),
+            ("grpc.keepalive_time_ms", round(PING_S * 1000)),
+            ("grpc.keepalive_timeout_ms", 20_000),
+            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ]
+    )
+    add_ExternalScalerServicer_to_server(scaler, server)
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    try:
+        port = _listen(server, settings, credentials)
+        await server.start()
+        for service in ("", SERVICE):
+            await healthy.set(service, health_pb2.HealthCheckResponse.SERVING)
+        log.info("scaler is up", address=host_port(settings.bind, port), tls=tls.serves)
+        status.ready()
+        await asyncio.get_running_loop().create_future()
+    finally:
+        status.not_ready("it is ending")
+        await healthy.enter_graceful_shutdown()
+        scaler.end()
+        await server.stop(STOP_GRACE_S)
+        await answers.close()
+        await engines.close()
+
+
+def _listen(
+    server: grpc.aio.Server, settings: HookSettings, credentials: grpc.ServerCredentials | None
+) -> int:
+    where = host_port(settings.bind, settings.scaler_port)
+    try:
+        if credentials is None:
+            return server.add_insecure_port(where)
+        return server.add_secure_port(where, credentials)
+    except RuntimeError:  # it binds and listens at once, and does not say what is wrong
+        listen(settings.bind, settings.scaler_port, prefix="RFORK_HOOK_", port_setting="SCALER_PORT").close()
+        raise PortInUse(settings.bind, settings.scaler_port, setting="RFORK_HOOK_SCALER_PORT") from None

@@ -1,0 +1,1 @@
+"""Generated from proto/externalscaler/externalscaler.proto by ``make proto``; do not edit."""

@@ -1,0 +1,270 @@
+"""The leader's work: look at the planner, decide over all that is known, do it.
+
+What is remembered between two reconciles is what was done, so that it is not done twice; a replica that comes
+to lead begins without any of it, and finds the rest in the cluster and in the planner's lists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final, TypeVar
+
+from planner.hooks.fleet import Fleet, PlannerAway
+from planner.hooks.kubernetes import names
+from planner.hooks.kubernetes.cluster import Cluster, ObjectRef
+from planner.hooks.kubernetes.controller import keeping, leaving, readiness, scaling, telling
+from planner.hooks.kubernetes.controller.acting import Acting, Action
+from planner.hooks.kubernetes.controller.metrics import Metrics
+from planner.hooks.kubernetes.controller.scene import Look, Scene, scene
+from planner.hooks.kubernetes.controller.world import World
+from rfork.logs import logger
+from rfork.settings import HookSettings
+from rfork.wire import ScaleUpView
+
+AWAY_TOLD_S: Final = 10.0
+"""Silence of the planner that workloads are told of."""
+MOST_KEPT: Final = 20_000
+"""Instances that were removed, and things that were told, which are remembered."""
+
+Decided = TypeVar("Decided")
+Clock = Callable[[], float]
+"""Seconds since the epoch: what the cluster's times are told in."""
+
+
+@dataclass
+class Memory:
+    """What a leader has done since it leads."""
+
+    rises: dict[str, scaling.Rise] = field(default_factory=dict)
+    came: frozenset[str] = frozenset()
+    """UIDs of the Pods that the planner has known."""
+    expected: dict[str, int] = field(default_factory=dict)
+    """Replicas last announced, by the scale-up's id."""
+    removed: dict[str, None] = field(default_factory=dict)
+    changed: dict[str, float] = field(default_factory=dict)
+    """When each Pod's cost was changed last, by UID."""
+    said: dict[str, readiness.Said] = field(default_factory=dict)
+    told: dict[str, None] = field(default_factory=dict)
+    """What Events are about that were told, the first first: some planner's list may have it once more."""
+    affected: dict[str, ObjectRef] = field(default_factory=dict)
+    """Workloads whose Pods started since the planner is away, by UID."""
+    told_away: dict[str, ObjectRef] = field(default_factory=dict)
+    """Those of them that were told so."""
+    announced: dict[str, telling.Telling] = field(default_factory=dict)
+    """What is still to be told of scale-ups, by the UID of whom it is about."""
+
+
+class Controller:
+    """See the module. `world` is kept up to date by others, on the same event loop."""
+
+    def __init__(
+        self, settings: HookSettings, cluster: Cluster, fleet: Fleet, metrics: Metrics, clock: Clock
+    ) -> None:
+        self.world = World()
+        self._settings = settings
+        self._cluster = cluster
+        self._fleet = fleet
+        self._metrics = metrics
+        self._clock = clock
+        self._acting = Acting(clock, metrics)
+        self._memory = Memory()
+        self._look: Look | None = None
+        self._away_since: float | None = None
+        self._broken: dict[str, str] = {}
+        self._log = logger("planner.hooks.kubernetes.controller")
+
+    def begin(self) -> None:
+        """This replica leads from now on."""
+        self._acting = Acting(self._clock, self._metrics)
+        self._memory = Memory()
+        self._memory.told |= dict.fromkeys(telling.made_before(self.world.pods.items.values()))
+        self._look, self._away_since = None, None
+
+    async def look(self) -> None:
+        """Fetch the planner's lists; where it does not answer, the last ones are kept."""
+        try:
+            instances, forks, scaleups = await asyncio.gather(
+                self._fleet.instances(), self._fleet.forks(), self._fleet.scaleups()
+            )
+        except PlannerAway as error:
+            if self._away_since is None:
+                self._away_since = self._clock()
+                self._metrics.planner_away.set(1)
+                self._log.warning("the planner does not answer", because=str(error))
+            return
+        by_id = {view.scaleup.scaleup_id: view for view in scaleups}
+        first = self._look is None
+        self._look = Look(self._clock(), instances, forks, by_id)
+        if first:
+            self._memory.told |= dict.fromkeys(telling.ended_before(self._look))
+        if self._away_since is not None:
+            self._log.info("the planner answers again", away_s=round(self._clock() - self._away_since, 1))
+        self._away_since = None
+        self._metrics.planner_away.set(0)
+
+    async def reconcile(self, allowed: Callable[[], bool] = lambda: True) -> None:
+        """Do what there is to be done, as of the last look; `allowed`: whether this replica still leads."""
+        if not self.world.listed or not allowed():
+            return
+        with self._metrics.reconcile_seconds.time():
+            with self._metrics.decide_seconds.time():
+                seen = self._scene()
+                wanted = self._part("scaling", lambda: self._scaling(seen))
+                to_planner = [*self._announcing(seen, wanted), *self._leaving(seen)]
+                conditions = self._conditions(seen)
+                to_cluster = [
+                    *(self._saying(one) for one in conditions if one.verdict.status),
+                    *self._telling(self._events(seen, wanted)),
+                    *self._keeping(seen),
+                    *(self._saying(one) for one in conditions if not one.verdict.status),
+                ]
+            await asyncio.gather(self._acting.do(to_planner, allowed), self._acting.do(to_cluster, allowed))
+            await self._acting.do(self._telling(tuple(self._memory.announced.values())), allowed)
+
+    # -- what is known -----------------------------------------------------------------------------
+
+    def _scene(self) -> Scene:
+        world, memory = self.world, self._memory
+        pods = world.pods.items
+        self._metrics.pods.set(len(pods))
+        seen = scene(
+            self._clock(),
+            pods,
+            world.workloads.items,
+            self._look,
+            gone={uid: pod for uid, (pod, _) in world.pods.gone.items()},
+            away_since=self._away_since,
+            came=memory.came,
+        )
+        memory.came = (memory.came | seen.instances.keys() | seen.forks.keys()) & pods.keys()
+        memory.changed = {uid: at for uid, at in memory.changed.items() if uid in pods}
+        memory.said = {uid: said for uid, said in memory.said.items() if uid in pods}
+        return seen
+
+    # -- what is to be done ------------------------------------------------------------------------
+
+    def _scaling(self, seen: Scene) -> dict[str, scaling.Coming] | None:
+        if self._look is None:
+            return None  # nobody knows who has come
+        memory = self._memory
+        wanted, memory.rises = scaling.coming(seen, memory.rises, self._settings.scaleup_s)
+        for uid in memory.expected.keys() - wanted.keys() - seen.look.scaleups.keys():
+            del memory.expected[uid]
+        self._metrics.coming.set(sum(one.scaleup.replicas for one in wanted.values()))
+        return wanted
+
+    def _announcing(self, seen: Scene, wanted: dict[str, scaling.Coming] | None) -> Iterator[Action]:
+        if wanted is None or seen.away_since is not None:
+            return
+        told = seen.look.scaleups
+        for one in scaling.to_announce(wanted, told):
+            yield Action("announce", one.scaleup.scaleup_id, partial(self._announce, one))
+        own = {*self._memory.expected, *self.world.workloads.gone, *scaling.own_names(seen)}
+        for uid in scaling.to_withdraw(wanted, told, own):
+            yield Action("withdraw", uid, partial(self._withdraw, uid))
+
+    async def _announce(self, one: scaling.Coming) -> None:
+        uid, memory, look = one.scaleup.scaleup_id, self._memory, self._look or Look()
+        known = look.scaleups.get(uid)
+        before = known.scaleup.replicas if known is not None else memory.expected.get(uid, 0)
+        view = await self._fleet.announce(one.scaleup)
+        memory.expected[uid] = one.scaleup.replicas
+        self._with_scaleups({**(self._look or look).scaleups, uid: view})
+        if one.scaleup.replicas > before:
+            memory.announced[one.about.uid] = telling.expected(one, view)
+
+    async def _withdraw(self, uid: str) -> None:
+        await self._fleet.withdraw(uid)
+        if self._look is not None:
+            self._with_scaleups({key: view for key, view in self._look.scaleups.items() if key != uid})
+
+    def _with_scaleups(self, scaleups: dict[str, ScaleUpView]) -> None:
+        if self._look is not None:
+            self._look = replace(self._look, scaleups=scaleups)
+
+    def _leaving(self, seen: Scene) -> Iterator[Action]:
+        removed = self._memory.removed
+        for instance_id in self._part("leaving", lambda: leaving.decide(seen, removed.keys())) or ():
+            yield Action("remove", instance_id, partial(self._remove, instance_id))
+
+    async def _remove(self, instance_id: str) -> None:
+        await self._fleet.remove(instance_id)
+        removed = self._memory.removed
+        removed[instance_id] = None
+        while len(removed) > MOST_KEPT:
+            del removed[next(iter(removed))]
+
+    def _conditions(self, seen: Scene) -> tuple[readiness.Condition, ...]:
+        if self._look is None and self._away_since is None:
+            return ()
+        grace_s, longest_s = self._settings.grace_s, self._settings.scaleup_s
+        said = self._memory.said
+        found = self._part("readiness", lambda: readiness.decide(seen, said, grace_s, longest_s))
+        return found or ()
+
+    def _saying(self, one: readiness.Condition) -> Action:
+        return Action("condition", one.pod.uid, partial(self._say, one))
+
+    async def _say(self, one: readiness.Condition) -> None:
+        verdict = one.verdict
+        status, reason, message = verdict.status, verdict.reason, verdict.message
+        await self._cluster.set_condition(
+            one.pod, names.WEIGHTS_READY, status=status, reason=reason, message=message
+        )
+        self._memory.said[one.pod.uid] = readiness.Said(verdict, self._clock())
+
+    def _keeping(self, seen: Scene) -> Iterator[Action]:
+        if self._look is None:
+            return
+        changed = self._memory.changed
+        for cost in self._part("keeping", lambda: keeping.decide(seen, changed)) or ():
+            yield Action("annotate", cost.pod.uid, partial(self._set_cost, cost))
+
+    async def _set_cost(self, cost: keeping.Cost) -> None:
+        self._memory.changed[cost.pod.uid] = self._clock()
+        await self._cluster.annotate(cost.pod, {names.DELETION_COST: cost.value})
+
+    def _events(self, seen: Scene, wanted: dict[str, scaling.Coming] | None) -> list[telling.Telling]:
+        memory = self._memory
+        found = list(self._part("telling", lambda: telling.decide(seen, memory.told.keys())) or ())
+        if seen.away_since is None:
+            memory.affected = {}
+            return found + [telling.planner_back(about) for about in memory.told_away.values()]
+        memory.affected |= telling.affected(seen, wanted or ())
+        if seen.away_for(AWAY_TOLD_S):
+            new = memory.affected.keys() - memory.told_away.keys()
+            found += [telling.planner_away(memory.affected[uid]) for uid in sorted(new)]
+        return found
+
+    def _telling(self, tellings: Iterable[telling.Telling]) -> Iterator[Action]:
+        for one in tellings:
+            yield Action("event", f"{one.about.uid}/{one.reason}", partial(self._tell, one))
+
+    async def _tell(self, one: telling.Telling) -> None:
+        await self._cluster.tell(one.about, one.kind, one.reason, one.message)
+        memory = self._memory
+        memory.told |= dict.fromkeys(one.keys)
+        while len(memory.told) > MOST_KEPT:
+            del memory.told[next(iter(memory.told))]
+        if memory.announced.get(one.about.uid) is one:
+            del memory.announced[one.about.uid]
+        if one.reason == telling.AWAY:
+            memory.told_away[one.about.uid] = one.about
+        elif one.reason == telling.BACK:
+            memory.told_away.pop(one.about.uid, None)
+
+    def _part(self, name: str, decide: Callable[[], Decided]) -> Decided | None:
+        """One part's decisions; where that fails none, and the others' are made and done all the same."""
+        try:
+            decided = decide()
+        except Exception as error:  # a defect: it must not hold back every Pod of the cluster
+            why = f"{type(error).__name__}: {error}"
+            if self._broken.get(name) != why:
+                self._log.exception("this part of the controller does not work", part=name)
+            self._broken[name] = why
+            return None
+        self._broken.pop(name, None)
+        return decided

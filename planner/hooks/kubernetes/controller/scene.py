@@ -1,0 +1,156 @@
+"""What one reconcile decides over: the cluster as it was seen beside what the planner said; frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Final
+
+from planner.hooks.kubernetes import names
+from planner.hooks.kubernetes.cluster import PodSeen, WorkloadSeen
+from rfork.image.ranges import count
+from rfork.wire import ForkView, InstanceReport, InstanceView, Rank, ScaleUpView
+
+UID_LENGTH: Final = 36
+"""Of nearly all objects; those of others are looked for."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """The planner's lists, fetched together."""
+
+    at: float = 0.0
+    """When; seconds since the epoch."""
+    instances: tuple[InstanceView, ...] = ()
+    forks: tuple[ForkView, ...] = ()
+    scaleups: Mapping[str, ScaleUpView] = field(default_factory=dict)
+    """By their id."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Pods and workloads by UID, and what the planner knows of each Pod."""
+
+    now: float
+    """Seconds since the epoch."""
+    pods: Mapping[str, PodSeen] = field(default_factory=dict)
+    workloads: Mapping[str, WorkloadSeen] = field(default_factory=dict)
+    gone: Mapping[str, PodSeen] = field(default_factory=dict)
+    """Pods that this controller saw, and that are not there any more."""
+    look: Look = Look()
+    """The last one that succeeded."""
+    away_since: float | None = None
+    """Since when the planner does not answer, if it does not."""
+    instances: Mapping[str, tuple[InstanceView, ...]] = field(default_factory=dict)
+    """By the UID of their Pod, one that is gone too."""
+    forks: Mapping[str, tuple[ForkView, ...]] = field(default_factory=dict)
+    """By the UID of their Pod."""
+    strangers: tuple[InstanceView, ...] = ()
+    """Instances of no Pod that this controller has seen."""
+    came: AbstractSet[str] = frozenset()
+    """UIDs of Pods that the planner knew once: one that was started anew does not know them at first."""
+
+    def knows(self, pod: PodSeen) -> bool:
+        """Whether any rank of the Pod has asked for its fork, or registered."""
+        return pod.uid in self.instances or pod.uid in self.forks or pod.uid in self.came
+
+    def away_for(self, seconds: float) -> bool:
+        """Whether the planner has not answered for so long."""
+        return self.away_since is not None and self.now - self.away_since >= seconds
+
+
+def scene(
+    now: float,
+    pods: Mapping[str, PodSeen],
+    workloads: Mapping[str, WorkloadSeen] | None = None,
+    look: Look | None = None,
+    *,
+    gone: Mapping[str, PodSeen] | None = None,
+    away_since: float | None = None,
+    came: AbstractSet[str] = frozenset(),
+) -> Scene:
+    """Put each instance and each fork beside the Pod that it runs in."""
+    look, gone = look or Look(), gone or {}
+    instances: dict[str, list[InstanceView]] = {}
+    forks: dict[str, list[ForkView]] = {}
+    strangers: list[InstanceView] = []
+    for view in look.instances:
+        uid = pod_uid(view.report.instance_id, pods, gone)
+        if uid is None:
+            strangers.append(view)
+        else:
+            instances.setdefault(uid, []).append(view)
+    for fork in look.forks:
+        uid = pod_uid(fork.instance_id, pods, gone)
+        if uid is not None:
+            forks.setdefault(uid, []).append(fork)
+    return Scene(
+        now=now,
+        pods=dict(pods),
+        workloads=dict(workloads or {}),
+        gone=gone,
+        look=look,
+        away_since=away_since,
+        instances={uid: tuple(views) for uid, views in instances.items()},
+        forks={uid: tuple(views) for uid, views in forks.items()},
+        strangers=tuple(strangers),
+        came=came,
+    )
+
+
+def pod_uid(instance_id: str, *known: Mapping[str, PodSeen]) -> str | None:
+    """The UID, among those known, that the id begins with: the webhook made it RFORK_REPLICA."""
+    end = UID_LENGTH if instance_id[UID_LENGTH : UID_LENGTH + 1] == "-" else instance_id.find("-")
+    while end > 0:
+        uid = instance_id[:end]
+        if any(uid in pods for pods in known):
+            return uid
+        end = -1 if end == UID_LENGTH else instance_id.find("-", end + 1)
+    return None
+
+
+def joins(pod: PodSeen) -> bool:
+    """Whether the Pod's engine is to ask the planner: the webhook changed it."""
+    return names.INJECTED in pod.annotations
+
+
+def ended(pod: PodSeen) -> bool:
+    """Whether its containers have run for the last time."""
+    return pod.phase in ("Succeeded", "Failed")
+
+
+def model_of(labels: Mapping[str, str], annotations: Mapping[str, str]) -> str:
+    """The model's name, by a Pod's (or its template's) annotation, else by the label."""
+    return annotations.get(names.MODEL_NAME) or labels.get(names.MODEL, "")
+
+
+def complete(report: InstanceReport) -> bool:
+    """Whether it holds every chunk of weights that it can name."""
+    return report.weights_id is not None and count(report.verified) == report.chunk_count
+
+
+def is_seed(view: InstanceView) -> bool:
+    """Whether it holds its rank whole, and others are sent to it."""
+    return view.report.state == "serving" and view.quarantined is None and complete(view.report)
+
+
+def all_ranks(pod: PodSeen, ranks: Iterable[Rank]) -> bool:
+    """Whether there is one of each rank that the Pod runs, as far as can be told.
+
+    Of Pods that make a replica together nobody says which runs which rank: those are taken as they are.
+    """
+    if names.LWS_GROUP in pod.labels or pod.annotations.get(names.REPLICA_PODS, "1") != "1":
+        return True
+    there: dict[tuple[str, int, int], set[tuple[int, int]]] = {}
+    for rank in ranks:
+        there.setdefault((rank.role, rank.tp_size, rank.pp_size), set()).add((rank.tp, rank.pp))
+    return all(len(found) >= tp_size * pp_size for (_, tp_size, pp_size), found in there.items())
+
+
+def size(nbytes: float) -> str:
+    """Bytes as people are told: ``15.2 GB``."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes / 1e3:.1f} kB"

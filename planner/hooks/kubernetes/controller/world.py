@@ -1,0 +1,57 @@
+"""What a replica of the controller knows of the cluster: kept up to date by its watches, leader or not."""
+
+from __future__ import annotations
+
+from typing import Final, Generic, TypeVar
+
+from planner.hooks.kubernetes.cluster import Listed, News, PodSeen, Put, WorkloadSeen
+
+GONE_S: Final = 900.0
+"""How long Pods are remembered that are gone: for their instances, and for their names in Events."""
+MOST_GONE: Final = 10_000
+
+Seen = TypeVar("Seen", PodSeen, WorkloadSeen)
+
+
+class Kept(Generic[Seen]):
+    """Objects of one kind by UID, as they were last seen."""
+
+    def __init__(self) -> None:
+        self.items: dict[str, Seen] = {}
+        self.gone: dict[str, tuple[Seen, float]] = {}
+        """Those that were seen and are not there any more, and since when; the first to go first."""
+        self.listed = False
+        """Whether all that there are have been seen once: before that, what is missing here is not gone."""
+
+    def hear(self, news: News[Seen], now: float) -> None:
+        """Take in what a watch says."""
+        if isinstance(news, Put):
+            self.items[news.item.uid] = news.item
+            self.gone.pop(news.item.uid, None)  # its label came back: it was never gone
+            return
+        if isinstance(news, Listed):
+            there = {item.uid: item for item in news.items}
+            left = [item for uid, item in self.items.items() if uid not in there]
+            self.items, self.listed = there, True
+        else:
+            self.items.pop(news.item.uid, None)
+            left = [news.item]
+        for item in left:
+            self.gone.pop(item.uid, None)
+            self.gone[item.uid] = (item, now)
+        for uid, (_, since) in list(self.gone.items()):
+            if uid in self.items or since < now - GONE_S or len(self.gone) > MOST_GONE:
+                del self.gone[uid]
+
+
+class World:
+    """Pods and workloads with the label `names.MODEL`."""
+
+    def __init__(self) -> None:
+        self.pods: Kept[PodSeen] = Kept()
+        self.workloads: Kept[WorkloadSeen] = Kept()
+
+    @property
+    def listed(self) -> bool:
+        """Whether there is anything to decide by."""
+        return self.pods.listed and self.workloads.listed

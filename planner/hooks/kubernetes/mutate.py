@@ -1,0 +1,266 @@
+"""What becomes of a Pod that asks for rfork: its document as it is to be created. Pure.
+
+Runs in the webhook's process, for each CREATE, and again where another webhook changed the Pod after us
+(``reinvocationPolicy: IfNeeded``): by then the API server has filled in defaults, and sidecars have come. So
+nothing is compared with what we would write: what is there *by name* stays, whoever wrote it, and what would
+be added twice (the grace period) is added only where the Pod has no annotation `names.INJECTED` yet.
+
+Of several Pods that are one server (a LeaderWorkerSet's group) each has its own RFORK_REPLICA. That holds for
+draining too: each Pod's preStop sees off the readers of its own ranks, which are those that end with it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import rfork
+from planner.hooks.kubernetes import names
+from planner.hooks.kubernetes.pods import Wanted
+from planner.hooks.kubernetes.variables import FOLDER, SOCKETS, TLS, covers, environment, python_path
+from rfork.commands import ALLOWLISTS, LOAD_FORMAT, EngineName, allowed, load_format
+from rfork.errors import SettingsError
+from rfork.settings import HookSettings
+
+Document = dict[str, Any]
+"""A JSON object."""
+
+FILES_IN_IMAGE: Final = "/opt/rfork/files"
+"""Where `HookSettings.image` holds rfork's files."""
+FILES_VOLUME: Final = "rfork-files"
+FILES_CONTAINER: Final = "rfork-files"
+FILES_TARGET: Final = "/target"
+"""Where the init container sees the volume: at `FOLDER` it would hide the image's own."""
+SOCKETS_VOLUME: Final = "rfork-sockets"
+TLS_VOLUME: Final = "rfork-tls"
+NOT_ROOT: Final = 65532
+"""Who copies the files in a Pod that runs as root; elsewhere it is whom the Pod, or the image, names."""
+GRACE_S: Final = 30
+"""Kubernetes' own terminationGracePeriodSeconds."""
+
+
+def mutated(
+    pod: Mapping[str, Any], wanted: Wanted, settings: HookSettings, planner_url: str
+) -> tuple[Document, tuple[str, ...]]:
+    """The Pod as it is to be, and what could not be done, one sentence each; `pod` stays as it was.
+
+    `pod` is the one that `wanted` was read off. Given its own result, with whatever others added, it returns
+    that. Raises SettingsError where rfork would not be found by the engine, which then must not be asked for.
+
+    With ``same-host: ipc`` the Pod gets the node's IPC and PID namespaces, which cuda_ipc needs for memory of
+    cudaMalloc: they let it see all processes of the node, so no setting does that, only the Pod's own
+    annotation. Where PodSecurity forbids host namespaces, or hostPath volumes, such a Pod is refused by the
+    API server: do not ask for them there. The kubelet makes the sockets' folder as root's; for other users
+    somebody has to open it, or forks go over the network.
+    """
+    change = _Change(pod, wanted)
+    files_at = change.files(wanted.files or settings.files, settings.image)
+    drains = change.drain(settings.drain_s if wanted.drain_s is None else wanted.drain_s, files_at)
+    same_host = wanted.same_host or ("true" if settings.same_host else "false")
+    if same_host != "false":
+        change.sockets()
+    if same_host == "ipc":
+        change.host_namespaces()
+    if settings.ca_secret:
+        change.tls(settings.ca_secret)
+    if settings.readiness_gate:
+        change.gate()
+    change.variables(
+        environment(wanted, settings, planner_url, same_host=same_host != "false", drains=drains), files_at
+    )
+    change.command()
+    return change.sealed(), tuple(change.notes)
+
+
+class _Change:
+    """A copy of one Pod while it is changed."""
+
+    def __init__(self, pod: Mapping[str, Any], wanted: Wanted) -> None:
+        self.pod: Document = copy.deepcopy(dict(pod))
+        self.notes: list[str] = []
+        self._wanted = wanted
+        self._spec: Document = self.pod["spec"]
+        self._container: Document = next(
+            each for each in self._spec["containers"] if each["name"] == wanted.container
+        )
+        self._annotations = _object(self.pod["metadata"], "annotations")
+        self._again = names.INJECTED in self._annotations
+
+    def files(self, how: str, image: str) -> str | None:
+        """Bring rfork's files in; the folder that they lie in, None where the image has rfork."""
+        if how == "none":
+            return None
+        if not image:
+            raise SettingsError(
+                "there is no image of rfork's files to take them from",
+                hint=f"set RFORK_HOOK_IMAGE for the webhook, or {names.FILES}: none if the image has rfork",
+            )
+        volume: Document = {"name": FILES_VOLUME}
+        volume |= {"image": {"reference": image}} if how == "image" else {"emptyDir": {}}
+        if self._mounted(volume, FOLDER, read_only=how == "image") and how == "init":
+            _list(self._spec, "initContainers").append(self._copying(image))
+        # The whole image is mounted: a runtime that does not know subPath yet (containerd 2.0) ignores it.
+        return f"{FOLDER}{FILES_IN_IMAGE}" if how == "image" else FOLDER
+
+    def _copying(self, image: str) -> Document:
+        security: Document = {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+            "runAsNonRoot": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        if (self._spec.get("securityContext") or {}).get("runAsUser") == 0:
+            security["runAsUser"] = NOT_ROOT
+        # Requests that are the limits leave a Pod of the class Guaranteed in it.
+        resources = {"cpu": "100m", "memory": "64Mi"}
+        return {
+            "name": FILES_CONTAINER,
+            "image": image,
+            "command": ["cp", "-R", f"{FILES_IN_IMAGE}/.", FILES_TARGET],
+            "resources": {"requests": dict(resources), "limits": dict(resources)},
+            "securityContext": security,
+            "volumeMounts": [{"name": FILES_VOLUME, "mountPath": FILES_TARGET}],
+        }
+
+    def drain(self, seconds: float, files_at: str | None) -> bool:
+        """Have the container wait for its readers before it is told to end; False: it does not.
+
+        A hook that fails costs nothing: the container ends as it would have. Kubernetes expands no
+        references in hooks, so the command reads RFORK_REPLICA itself. Files may lie where nothing can be
+        executed, so the shell reads them.
+        """
+        if seconds <= 0:
+            return False
+        command = ["/bin/sh", f"{files_at}/bin/rfork"] if files_at else ["rfork"]
+        hook = {"exec": {"command": [*command, "drain", "--own", "--wait", f"{seconds:g}"]}}
+        lifecycle = self._container.get("lifecycle") or {}
+        if there := lifecycle.get("preStop"):
+            if not covers(there, hook) and not self._again:
+                self._note(
+                    f"container {self._wanted.container} has a preStop hook of its own: have it call "
+                    "`rfork drain --own`, or readers are waited for only as the server ends"
+                )
+            return covers(there, hook)
+        self._container["lifecycle"] = {**lifecycle, "preStop": hook}
+        if not self._again:
+            before = self._spec.get("terminationGracePeriodSeconds")
+            self._spec["terminationGracePeriodSeconds"] = math.ceil(seconds) + (
+                GRACE_S if before is None else before
+            )
+        return True
+
+    def sockets(self) -> None:
+        """A folder of the node that all its Pods see, for the sockets by which same-host transports meet."""
+        self._mounted(
+            {"name": SOCKETS_VOLUME, "hostPath": {"path": SOCKETS, "type": "DirectoryOrCreate"}}, SOCKETS
+        )
+
+    def host_namespaces(self) -> None:
+        """The node's IPC and PID namespaces, unless no API server would take the Pod then."""
+        if self._spec.get("hostUsers") is False or self._spec.get("shareProcessNamespace"):
+            self._note(
+                "hostIPC and hostPID go neither with hostUsers: false nor with shareProcessNamespace: "
+                "cuda_ipc reads memory of cudaMalloc within this Pod only"
+            )
+            return
+        self._spec["hostIPC"] = True
+        self._spec["hostPID"] = True
+
+    def tls(self, secret: str) -> None:
+        """The Secret's files. Optional: without it the server starts, and says why it cannot be forked."""
+        self._mounted({"name": TLS_VOLUME, "secret": {"secretName": secret, "optional": True}}, TLS, True)
+
+    def gate(self) -> None:
+        """The Pod is ready once the controller says that its weights are."""
+        gates = _list(self._spec, "readinessGates")
+        if not any(gate["conditionType"] == names.WEIGHTS_READY for gate in gates):
+            gates.append({"conditionType": names.WEIGHTS_READY})
+
+    def variables(self, ours: Iterable[Document], files_at: str | None) -> None:
+        """The environment, behind what is there; of that only Python's path and plug-in lists are changed."""
+        there = _list(self._container, "env")
+        kept: list[str] = []
+        for variable in ours:
+            own = next((each for each in there if each["name"] == variable["name"]), None)
+            if own is None:
+                there.append(variable)
+            elif not covers(own, variable):
+                kept.append(variable["name"])
+        if kept and not self._again:
+            self._note(f"left as the Pod sets them: {', '.join(kept)}")
+        if "RFORK_REPLICA" in kept and not self._again:
+            self._note("with an RFORK_REPLICA of its own the Pod's instances are not known as this Pod's")
+        if files_at is not None:
+            self._container["env"] = python_path(there, f"{files_at}/path", self._note)
+        if self._wanted.engine != "pytorch":
+            self._let_through(self._wanted.engine)
+
+    def _let_through(self, engine: EngineName) -> None:
+        allowlist = ALLOWLISTS[engine]
+        for variable in self._container["env"]:
+            if variable["name"] != allowlist:
+                continue
+            if variable.get("valueFrom"):
+                self._note(f"{allowlist} is set from elsewhere: it has to name {LOAD_FORMAT}")
+            else:
+                variable["value"] = allowed(engine, variable.get("value") or "")
+
+    def command(self) -> None:
+        """The load format, as the last arguments."""
+        words = [*(self._container.get("command") or ()), *(self._container.get("args") or ())]
+        if self._wanted.engine == "pytorch" or load_format(words) is not None:
+            return
+        into = "args" if self._container.get("args") or not self._container.get("command") else "command"
+        self._container[into] = [*(self._container.get(into) or ()), "--load-format", LOAD_FORMAT]
+
+    def sealed(self) -> Document:
+        """The Pod, marked as changed."""
+        before = self._annotations.pop(names.NOTES, "") if self._again else ""
+        self._annotations.pop(names.NOTES, None)
+        self._annotations.pop(names.REFUSED, None)
+        self._annotations[names.INJECTED] = rfork.__version__
+        self.notes = [note for note in self.notes if note not in before.split("\n")]
+        if notes := [*filter(None, before.split("\n")), *self.notes]:
+            self._annotations[names.NOTES] = "\n".join(notes)
+        return self.pod
+
+    def _mounted(self, volume: Document, path: str, read_only: bool = False) -> bool:
+        """Mount the volume in the engine's container; False: there is one already, which is used as it is."""
+        name = volume["name"]
+        mounts = _list(self._container, "volumeMounts")
+        mounted = next((each for each in mounts if each["mountPath"].rstrip("/") == path), None)
+        if mounted is not None and (mounted["name"] != name or self._again):
+            if mounted["name"] != name:
+                self._note(f"what the container mounts at {path} is used as it is")
+            return False
+        if mounted is None:
+            mount = {"name": name, "mountPath": path}
+            mounts.append({**mount, "readOnly": True} if read_only else mount)
+        volumes = _list(self._spec, "volumes")
+        if any(each["name"] == name for each in volumes):
+            if not self._again:
+                self._note(f"the Pod's own volume {name} is used as it is")
+            return False
+        volumes.append(volume)
+        return True
+
+    def _note(self, note: str) -> None:
+        self.notes.append(note)
+
+
+def _list(holder: Document, key: str) -> list[Document]:
+    """The list at a key, which is made where there is none."""
+    if holder.get(key) is None:
+        holder[key] = []
+    found: list[Document] = holder[key]
+    return found
+
+
+def _object(holder: Document, key: str) -> Document:
+    if holder.get(key) is None:
+        holder[key] = {}
+    found: Document = holder[key]
+    return found

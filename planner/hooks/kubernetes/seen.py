@@ -1,0 +1,115 @@
+"""From the API server's documents to the values of `planner.hooks.kubernetes.cluster`. Pure."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Final, get_args
+
+from planner.hooks.kubernetes.cluster import (
+    LeaseSeen,
+    NodeSeen,
+    ObjectRef,
+    PodSeen,
+    WorkloadKind,
+    WorkloadSeen,
+)
+
+Document = dict[str, Any]
+
+PHASES: Final = ("Pending", "Running", "Succeeded", "Failed", "Unknown")
+NO_LEASE: Final = LeaseSeen(None, "", 0.0, "")
+
+
+def pod_seen(pod: Document) -> PodSeen:
+    """A Pod of core/v1."""
+    about, status = pod["metadata"], pod.get("status") or {}
+    conditions = {each["type"]: each for each in status.get("conditions") or ()}
+    ready = conditions.get("ContainersReady", {})
+    phase = status.get("phase")
+    return PodSeen(
+        namespace=about["namespace"],
+        name=about["name"],
+        uid=about["uid"],
+        labels=about.get("labels") or {},
+        annotations=about.get("annotations") or {},
+        phase=phase if phase in PHASES else "Unknown",
+        node=pod["spec"].get("nodeName") or None,
+        owner=_owner(about),
+        created_at=_seconds(about["creationTimestamp"]),
+        deleting=about.get("deletionTimestamp") is not None,
+        gates=tuple(gate["conditionType"] for gate in pod["spec"].get("readinessGates") or ()),
+        conditions={kind: each.get("status") == "True" for kind, each in conditions.items()},
+        containers_ready_at=(
+            _seconds(ready["lastTransitionTime"])
+            if ready.get("status") == "True" and ready.get("lastTransitionTime")
+            else None
+        ),
+    )
+
+
+def node_seen(node: Document) -> NodeSeen:
+    """A Node of core/v1."""
+    return NodeSeen(node["metadata"]["name"], node["metadata"].get("labels") or {})
+
+
+def workload_seen(kind: WorkloadKind, workload: Document) -> WorkloadSeen:
+    """A Deployment or StatefulSet of apps/v1, or a LeaderWorkerSet of leaderworkerset.x-k8s.io/v1.
+
+    Of a LeaderWorkerSet, `template_labels` and `template_annotations` are those of its workers' template and,
+    before them, of its leaders', where it has one of its own.
+    """
+    if kind not in get_args(WorkloadKind):
+        raise ValueError(f"{kind} is no kind of workload")
+    about, spec = workload["metadata"], workload["spec"]
+    if kind == "LeaderWorkerSet":
+        group = spec.get("leaderWorkerTemplate") or {}
+        templates = [group.get("workerTemplate"), group.get("leaderTemplate")]
+    else:
+        templates = [spec.get("template")]
+    metadata = [(template or {}).get("metadata") or {} for template in templates]
+    replicas = spec.get("replicas")
+    return WorkloadSeen(
+        kind=kind,
+        namespace=about["namespace"],
+        name=about["name"],
+        uid=about["uid"],
+        generation=int(about.get("generation", 0)),
+        replicas=1 if replicas is None else int(replicas),
+        template_labels=_merged(metadata, "labels"),
+        template_annotations=_merged(metadata, "annotations"),
+        deleting=about.get("deletionTimestamp") is not None,
+    )
+
+
+def lease_seen(lease: Document) -> LeaseSeen:
+    """A Lease of coordination.k8s.io/v1."""
+    spec = lease.get("spec") or {}
+    version = str(lease["metadata"]["resourceVersion"])
+    return LeaseSeen(
+        holder=spec.get("holderIdentity") or None,
+        # The version changes with every renewal too, also where a holder's clock stands still.
+        renewed=f"{spec.get('renewTime')} {version}",
+        duration_s=float(spec.get("leaseDurationSeconds") or 0),
+        version=version,
+    )
+
+
+def _merged(metadata: list[Document], what: str) -> dict[str, str]:
+    merged: dict[str, str] = {}
+    for each in metadata:
+        merged.update(each.get(what) or {})
+    return merged
+
+
+def _owner(about: Document) -> ObjectRef | None:
+    for owner in about.get("ownerReferences") or ():
+        if owner.get("controller"):
+            return ObjectRef(
+                owner["kind"], owner["apiVersion"], about["namespace"], owner["name"], owner["uid"]
+            )
+    return None
+
+
+def _seconds(timestamp: str) -> float:
+    """Seconds since the epoch, of RFC 3339."""
+    return datetime.fromisoformat(timestamp).timestamp()

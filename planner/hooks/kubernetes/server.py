@@ -1,0 +1,190 @@
+"""Calls to a Kubernetes API server: how it is reached, and what its answers mean.
+
+lightkube knows where the server is and how to show who one is: a Pod's token, which is read again when it was
+renewed, a kubeconfig's certificate, or a program that gives tokens. The calls are plain HTTP with JSON
+documents, because lightkube's own neither ask for bookmarks nor say which version a list may have: without
+those, each look at a busy cluster would read all of its Pods out of etcd.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Final
+
+from planner.hooks.kubernetes.cluster import ClusterUnavailable, Conflict, Gone
+from rfork import __version__
+from rfork.errors import MissingExtra, SettingsError
+from rfork.settings import HookSettings
+
+try:
+    import httpx2
+    from lightkube import KubeConfig
+    from lightkube.config.client_adapter import AsyncClient, ConnectionParams
+except ImportError as error:
+    raise MissingExtra("lightkube, for Kubernetes,", extra="kubernetes", why=str(error)) from None
+
+Document = dict[str, Any]
+"""What the API server sends and takes."""
+
+TIMEOUT_S: Final = 10.0
+"""Most seconds to connect, and between two parts of an answer."""
+JSON: Final = "application/json"
+MERGE: Final = "application/merge-patch+json"
+OPENED: Final = "OPENED"
+"""Type of an event that is not the API server's: it took the watch."""
+STRATEGIC: Final = "application/strategic-merge-patch+json"
+
+
+class Refused(ClusterUnavailable):
+    """The API server answered with an error; `status` is HTTP's, `reason` its own word for it."""
+
+    def __init__(self, message: str, *, status: int, reason: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+
+class Expired(ClusterUnavailable):
+    """It does not know this resourceVersion: it forgot that far back, or has not come that far."""
+
+
+class ApiServer:
+    """One API server, as one user."""
+
+    def __init__(self, client: httpx2.AsyncClient) -> None:
+        self._client = client
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Document | None = None,
+        content_type: str = JSON,
+        parameters: Mapping[str, str] | None = None,
+    ) -> Document:
+        """The answer to one request.
+
+        Raises Gone (404), Conflict (409), Expired (410), Refused for every other error that the server
+        answers, and ClusterUnavailable where it does not.
+        """
+        content = json.dumps(body).encode() if body is not None else None
+        headers = {"Content-Type": content_type} if body is not None else None
+        what = f"{method} {path}"
+        try:
+            answer = await self._client.request(
+                method, path, content=content, headers=headers, params=dict(parameters or {})
+            )
+        except (httpx2.HTTPError, httpx2.StreamError, OSError) as error:
+            raise _away(what, error) from error
+        if not answer.is_success:
+            raise _meaning(what, answer.status_code, answer.content)
+        return _document(what, answer.content)
+
+    async def watch(
+        self, path: str, parameters: Mapping[str, str], *, silence_s: float
+    ) -> AsyncGenerator[Document, None]:
+        """The events of one watch until the server ends it, the first of which is one of type `OPENED`.
+
+        Raises as `ask`, and ClusterUnavailable after `silence_s` seconds of silence.
+        """
+        what, timeout = f"WATCH {path}", httpx2.Timeout(TIMEOUT_S, read=silence_s)
+        question = {**parameters, "watch": "true", "allowWatchBookmarks": "true"}
+        try:
+            async with self._client.stream("GET", path, params=question, timeout=timeout) as answer:
+                if not answer.is_success:
+                    raise _meaning(what, answer.status_code, await answer.aread())
+                yield {"type": OPENED}
+                rest = b""
+                # Not httpx's lines: those end at characters too that JSON may hold as they are.
+                async for part in answer.aiter_bytes():
+                    *lines, rest = (rest + part).split(b"\n")
+                    for line in filter(None, lines):
+                        event = _document(what, line)
+                        if event.get("type") == "ERROR":
+                            status = event.get("object", {})
+                            raise _meaning(what, int(status.get("code", 0)), json.dumps(status).encode())
+                        yield event
+        except (httpx2.HTTPError, httpx2.StreamError, OSError) as error:
+            raise _away(what, error) from error
+
+    async def close(self) -> None:
+        """Let go of connections."""
+        await self._client.aclose()
+
+
+def open_server(settings: HookSettings) -> ApiServer:
+    """The API server of `settings.kubeconfig`; without one, of the Pod that this is, else as kubectl would.
+
+    Connects to nothing yet. Raises SettingsError where it is not said how, or not so that it can be used.
+    (Importing this module raises MissingExtra without lightkube.)
+    """
+    where = str(settings.kubeconfig) if settings.kubeconfig is not None else "the Pod's, or KUBECONFIG"
+    try:
+        found = (
+            KubeConfig.from_file(settings.kubeconfig)
+            if settings.kubeconfig is not None
+            else KubeConfig.from_env()
+        )
+        config = found.get()
+        if config is None or config.user is None:
+            raise SettingsError(f"the kubeconfig ({where}) names no cluster, or no user")
+        client = AsyncClient(config, ConnectionParams(timeout=httpx2.Timeout(TIMEOUT_S)))
+    except SettingsError:
+        raise
+    except Exception as error:  # a file that others wrote can be wrong in every way there is
+        raise SettingsError(
+            f"cannot use the kubeconfig ({where}): {error or type(error).__name__}",
+            hint="in a cluster: mount the ServiceAccount's token; outside: set RFORK_HOOK_KUBECONFIG",
+        ) from error
+    client.headers["User-Agent"] = f"rfork/{__version__}"
+    return ApiServer(client)
+
+
+def _away(what: str, error: Exception) -> ClusterUnavailable:
+    return ClusterUnavailable(f"{what}: {type(error).__name__}: {error}".rstrip(": "))
+
+
+def _meaning(what: str, code: int, content: bytes) -> Exception:
+    """The error for an answer that is one: a Status of Kubernetes, or what a proxy on the way says."""
+    try:
+        status = json.loads(content)
+    except ValueError:
+        status = {}
+    if not isinstance(status, dict):
+        status = {}
+    reason = str(status.get("reason") or "")
+    message = f"{what}: {code} {status.get('message') or content[:200].decode(errors='replace')}"
+    causes = (status.get("details") or {}).get("causes") or []
+    match code:
+        case 404:
+            return Gone(message)
+        case 409 | 422 if _another(status):
+            return Gone(message)
+        case 409:
+            return Conflict(message)
+        case 410:
+            return Expired(message)
+        case 504 if any(cause.get("reason") == "ResourceVersionTooLarge" for cause in causes):
+            return Expired(message)
+    return Refused(message, status=code, reason=reason)
+
+
+def _another(status: Document) -> bool:
+    """Whether a patch was refused because the object has another UID than it named."""
+    causes = (status.get("details") or {}).get("causes") or []
+    # The first since 1.21 or so, the second until then.
+    return "UID in precondition" in str(status.get("message")) or any(
+        cause.get("field") == "metadata.uid" for cause in causes
+    )
+
+
+def _document(what: str, content: bytes) -> Document:
+    try:
+        document = json.loads(content)
+    except ValueError as error:
+        raise ClusterUnavailable(f"{what}: the answer is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ClusterUnavailable(f"{what}: the answer is no object")
+    return document

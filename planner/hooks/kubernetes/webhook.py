@@ -1,0 +1,73 @@
+"""The admission webhook as a task: TLS, its certificate, what is known of Nodes, and the application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from planner.hooks.kubernetes.admission import admission_app
+from planner.hooks.kubernetes.api import connect
+from planner.hooks.kubernetes.certificates import FolderKeeper, Keeper, SecretKeeper, keep
+from planner.hooks.kubernetes.secrets import connect_secrets
+from planner.hooks.kubernetes.showing import LiveContext, Watch
+from planner.hooks.kubernetes.topology import Topology
+from planner.hooks.probes import Status
+from planner.leases import Clock
+from planner.listening import address_of, listen, serving
+from rfork.errors import SettingsError
+from rfork.logs import logger
+from rfork.settings import HookSettings, Settings
+
+log = logger("planner.hooks.webhook")
+
+
+async def run(settings: HookSettings, planner_settings: Settings, status: Status) -> None:
+    """Serve until cancelled, and then answer what is under way.
+
+    With a folder of certificates no cluster is needed: where none is reached, Pods are not told their node's
+    place. Without, it serves from the start, but no handshake succeeds until it has made, or read, its own.
+    Raises PortInUse, or SettingsError for a certificate folder, hosts or a planner that cannot be used.
+    """
+    url = settings.planner or planner_settings.planner
+    if url is None:
+        raise SettingsError(
+            "the webhook does not know where Pods find the planner", hint="set RFORK_HOOK_PLANNER"
+        )
+    live, topology = LiveContext(), Topology(settings)
+    app = admission_app(settings, url, topology, status.registry)
+    async with _keeper(settings, Watch(live, status, Clock())) as keeper:
+        listener = listen(
+            settings.bind, settings.webhook_port, prefix="RFORK_HOOK_", port_setting="WEBHOOK_PORT"
+        )
+        async with serving(app, listener, live.context), asyncio.TaskGroup() as tasks:
+            log.info("webhook is up", url=f"https://{address_of(settings.bind, listener)}", planner=url)
+            tasks.create_task(keep(keeper, settings.look_s))
+            tasks.create_task(_follow(settings, topology))
+
+
+@contextlib.asynccontextmanager
+async def _keeper(settings: HookSettings, watch: Watch) -> AsyncIterator[Keeper]:
+    if settings.certificates is not None:
+        yield FolderKeeper(settings.certificates, watch)
+        return
+    store = connect_secrets(settings)
+    try:
+        yield SecretKeeper(settings, store, watch)
+    finally:
+        await store.close()
+
+
+async def _follow(settings: HookSettings, topology: Topology) -> None:
+    """Keep up with Nodes; the webhook does without where that is not possible."""
+    try:
+        cluster = connect(settings)
+    except SettingsError as error:
+        log.warning("Pods are not told their zone and rack: no cluster is known", why=str(error))
+        return
+    try:
+        await topology.follow(cluster)
+    except Exception:  # the task's outermost edge: Pods are injected all the same
+        log.exception("Nodes are not followed any more")
+    finally:
+        await cluster.close()

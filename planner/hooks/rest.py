@@ -1,0 +1,227 @@
+"""The planner as hooks see it, over HTTP: `planner.hooks.fleet.Fleet` with a pool of connections.
+
+Runs in a hook's event loop, be that in the planner's own process or not. Everything that it asks may be asked
+twice, so a call whose pooled connection turns out dead (a planner that restarted) is sent once more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Final, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from planner.hooks.fleet import PlannerAway
+from rfork.errors import SettingsError
+from rfork.settings import Settings, TlsSettings
+from rfork.wire import (
+    ForkPage,
+    ForkView,
+    InstancePage,
+    InstanceView,
+    ModelView,
+    Problem,
+    ScaleUp,
+    ScaleUpView,
+)
+
+PAGE: Final = 1000
+"""Items that one request of a list asks for."""
+DEAD_CONNECTION: Final = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError, httpx.CloseError)
+
+INSTANCES: Final = TypeAdapter(InstancePage)
+FORKS: Final = TypeAdapter(ForkPage)
+MODELS: Final = TypeAdapter(tuple[ModelView, ...])
+SCALEUPS: Final = TypeAdapter(tuple[ScaleUpView, ...])
+SCALEUP: Final = TypeAdapter(ScaleUpView)
+
+Answer = TypeVar("Answer")
+Page = TypeVar("Page", InstancePage, ForkPage)
+Query = Mapping[str, str | int | None]
+
+
+class RestFleet:
+    """Speaks to the planner that the settings name, with their token, TLS files and `planner_timeout_s`.
+
+    Every call is answered within that time, all its pages together, or raises PlannerAway. The constructor
+    connects to nothing; it raises SettingsError where no planner is set, or where the URL, the token or the
+    TLS files cannot be used. `transport` replaces the sockets, for tests.
+    """
+
+    def __init__(self, settings: Settings, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        if settings.planner is None:
+            raise SettingsError("no planner is set", hint="set RFORK_PLANNER to the planner's URL")
+        self.url = settings.planner.rstrip("/")
+        self._timeout_s = settings.planner_timeout_s
+        try:
+            parsed = httpx.URL(self.url)
+        except httpx.InvalidURL as error:
+            raise _bad_url(self.url, str(error)) from None
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise _bad_url(self.url, "it does not begin with http:// or https:// and a host")
+        headers = {"Accept": "application/json"}
+        if settings.token is not None and (token := settings.token.get_secret_value()):
+            headers["Authorization"] = f"Bearer {token}"
+        try:
+            self._http = httpx.AsyncClient(
+                base_url=self.url,
+                headers=headers,
+                timeout=self._timeout_s,
+                verify=_ssl_context(settings.tls),
+                transport=transport,
+                trust_env=False,  # the settings module alone reads the environment; proxies do not apply
+            )
+        except UnicodeEncodeError:
+            raise SettingsError("the planner token has characters that cannot stand in a header") from None
+
+    async def instances(self, *, model: str | None = None) -> tuple[InstanceView, ...]:
+        """All instances, or those of one model, in the order of their ids."""
+        async with self._within("GET /v1/instances"):
+            pages = self._pages(INSTANCES, "/v1/instances", {"model": model})
+            return tuple([item async for page in pages for item in page.items])
+
+    async def forks(self) -> tuple[ForkView, ...]:
+        """Forks under way and those that ended lately, in the order of their ids."""
+        async with self._within("GET /v1/forks"):
+            return tuple([item async for page in self._pages(FORKS, "/v1/forks", {}) for item in page.items])
+
+    async def models(self) -> tuple[ModelView, ...]:
+        """What the fleet holds of each model and rank."""
+        async with self._within("GET /v1/models"):
+            return await self._parsed(MODELS, "GET", "/v1/models")
+
+    async def scaleups(self) -> tuple[ScaleUpView, ...]:
+        """Scale-ups under way."""
+        async with self._within("GET /v1/scaleups"):
+            return await self._parsed(SCALEUPS, "GET", "/v1/scaleups")
+
+    async def announce(self, scaleup: ScaleUp) -> ScaleUpView:
+        """Say that replicas are about to start, or how many still are."""
+        async with self._within("POST /v1/scaleups"):
+            return await self._parsed(SCALEUP, "POST", "/v1/scaleups", scaleup)
+
+    async def withdraw(self, scaleup_id: str) -> None:
+        """They are not waited for any more; a scale-up that is not known is no error."""
+        async with self._within("DELETE /v1/scaleups"):
+            await self._call("DELETE", f"/v1/scaleups/{quote(scaleup_id, safe=':')}")
+
+    async def remove(self, instance_id: str) -> None:
+        """The instance is gone; one that is not known is no error."""
+        async with self._within("DELETE /v1/instances"):
+            await self._call("DELETE", f"/v1/instances/{quote(instance_id, safe=':')}")
+
+    async def close(self) -> None:
+        """Let go of connections; what is asked from then on is PlannerAway."""
+        await self._http.aclose()
+
+    # -- requests -------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _within(self, what: str) -> AsyncIterator[None]:
+        """Bound a call, all its requests together, and say what became of it in PlannerAway's words."""
+        try:
+            # httpx bounds each wait, not their sum: a planner that trickles would hold the caller.
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except (TimeoutError, httpx.TimeoutException):
+            raise self._away(what, f"no answer within {self._timeout_s:g} s") from None
+        except httpx.RequestError as error:
+            raise self._away(what, str(error) or type(error).__name__) from error
+
+    async def _pages(
+        self, answer: TypeAdapter[Page], path: str, query: Mapping[str, str | None]
+    ) -> AsyncIterator[Page]:
+        after: str | None = None
+        while True:
+            page = await self._parsed(answer, "GET", path, query={**query, "after": after, "limit": PAGE})
+            yield page
+            # Cursors only grow: a planner that goes round in circles must not hold the caller.
+            if page.next is not None and after is not None and page.next <= after:
+                raise self._no_answer("GET", path, httpx.codes.OK, "its pages go in circles")
+            if page.next is None:
+                return
+            after = page.next
+            await asyncio.sleep(0)  # a page takes a while to parse: let the others of this loop go on
+
+    async def _parsed(
+        self,
+        answer: TypeAdapter[Answer],
+        method: str,
+        path: str,
+        body: BaseModel | None = None,
+        query: Query | None = None,
+    ) -> Answer:
+        response = await self._call(method, path, body, query)
+        try:
+            return answer.validate_json(response.content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "body"
+            why = f"{where}: {first['msg']}"
+            raise self._no_answer(method, path, response.status_code, why) from None
+
+    async def _call(
+        self, method: str, path: str, body: BaseModel | None = None, query: Query | None = None
+    ) -> httpx.Response:
+        """A 2xx answer, read whole."""
+        if self._http.is_closed:
+            raise self._away(f"{method} {path}", "its client was closed")
+        request = self._http.build_request(
+            method,
+            path,
+            params={name: value for name, value in (query or {}).items() if value is not None},
+            content=None if body is None else body.model_dump_json(),
+            headers=None if body is None else {"Content-Type": "application/json"},
+        )
+        try:
+            response = await self._http.send(request)
+        except DEAD_CONNECTION:
+            response = await self._http.send(request)
+        if not response.is_success:
+            raise self._refused(method, path, response)
+        return response
+
+    # -- errors ---------------------------------------------------------------------------------------
+
+    def _away(self, what: str, why: str) -> PlannerAway:
+        return PlannerAway(f"planner {self.url} did not answer {what}: {why}")
+
+    def _refused(self, method: str, path: str, response: httpx.Response) -> PlannerAway:
+        try:
+            problem = Problem.model_validate_json(response.content)
+        except ValidationError:
+            return self._no_answer(method, path, response.status_code, "not a problem document")
+        hint = ""
+        if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            hint = "; set RFORK_TOKEN to an operator's token"
+        slug = problem.type.rpartition("/")[2]
+        return PlannerAway(
+            f"planner {self.url} refused {method} {path} ({response.status_code} {slug}):"
+            f" {problem.detail}{hint}"
+        )
+
+    def _no_answer(self, method: str, path: str, status: int, why: str) -> PlannerAway:
+        return PlannerAway(
+            f"{self.url} gave no planner's answer to {method} {path} (status {status}): {why}; "
+            "check that RFORK_PLANNER names an rfork planner of this release"
+        )
+
+
+def _bad_url(url: str, reason: str) -> SettingsError:
+    return SettingsError(f"planner URL {url!r} cannot be used: {reason}", hint="e.g. http://127.0.0.1:8700")
+
+
+def _ssl_context(tls: TlsSettings) -> ssl.SSLContext:
+    """Trust `tls.ca` (else this machine's authorities) and show `tls.certificate` if there is one."""
+    try:
+        context = ssl.create_default_context(cafile=tls.ca)
+        if tls.certificate and tls.key:
+            context.load_cert_chain(tls.certificate, tls.key)
+    except (OSError, ssl.SSLError) as error:
+        raise SettingsError(f"the TLS files of the planner's hook cannot be used: {error}") from error
+    return context

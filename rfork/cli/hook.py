@@ -1,0 +1,37 @@
+"""`rfork hook`: run the planner's hooks into Kubernetes and KEDA, in a process of their own."""
+
+from __future__ import annotations
+
+from typing import Annotated, get_args
+
+import typer
+
+from rfork import logs
+from rfork import settings as options
+from rfork.cli.console import reported
+from rfork.errors import SettingsError
+from rfork.settings import HookName, HookSettings, Settings
+
+HOOKS: tuple[HookName, ...] = get_args(HookName)
+
+
+def hook(
+    names: Annotated[list[str], typer.Argument(metavar="HOOK...", help=f"One or more of {', '.join(HOOKS)}")],
+    planner: Annotated[
+        str | None, typer.Option(help="URL of the planner, for the hook itself [env: RFORK_PLANNER]")
+    ] = None,
+    bind: Annotated[str | None, typer.Option(help="Address to listen on [env: RFORK_HOOK_BIND]")] = None,
+) -> None:
+    """Run hooks: the admission webhook, the scale-up controller, KEDA's scaler. All else is RFORK_HOOK_*.
+
+    Ends with one of them that fails. /healthz, /readyz and /metrics are at RFORK_HOOK_HEALTH_PORT.
+    """
+    with reported():
+        if unknown := [name for name in names if name not in HOOKS]:
+            raise SettingsError(f"no hook is called {unknown[0]!r}: there are {', '.join(HOOKS)}")
+        hook_settings = options.load(HookSettings, bind=bind)
+        settings = options.load(Settings, planner=planner)
+        logs.configure(json=settings.log_json, level=settings.log_level)
+        from planner.hooks.running import run_until_signal
+
+        run_until_signal([name for name in HOOKS if name in names], hook_settings, settings)

@@ -1,0 +1,71 @@
+"""What the planner's image holds, in a Python that has just that: no torch, no pip, no tools."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from deploy.docker.requirements import PLANNER_EXTRAS, requirements
+from tests.packages import bare_python, build_wheel, copy_packages
+
+COMMANDS = ("planner", "hook", "drain", "status", "launch", "doctor", "version")
+"""What the image is asked to run."""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of the image's virtual environment."""
+    folder = tmp_path_factory.mktemp("image")
+    found, packages = bare_python(folder / "venv")
+    copy_packages(requirements(PLANNER_EXTRAS), packages)
+    with zipfile.ZipFile(build_wheel(folder)) as wheel:
+        wheel.extractall(packages)
+    return found
+
+
+def run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run it with nothing in its environment, as no user of this machine."""
+    environment = {"PATH": os.defpath, "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [str(python), *arguments]
+    return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_runs(python: Path, command: str) -> None:
+    """Without torch, and with no home to write to."""
+    done = run(python, "-m", "rfork", command, *([] if command == "version" else ["--help"]))
+    assert (0, "") == (done.returncode, done.stderr)
+
+
+def test_all_of_the_planner_is_there(python: Path) -> None:
+    """Each module of the planner and of its hooks is imported, and none of them wants torch."""
+    done = run(
+        python,
+        "-c",
+        "import importlib, importlib.util, pkgutil, planner\n"
+        "for each in pkgutil.walk_packages(planner.__path__, 'planner.'):\n"
+        "    importlib.import_module(each.name)\n"
+        "print(importlib.util.find_spec('torch'))",
+    )
+    assert (0, "None\n", "") == (done.returncode, done.stdout, done.stderr)
+
+
+def test_the_planner_serves_and_ends(python: Path) -> None:
+    """It is ready, and SIGTERM ends it with code 0."""
+    with subprocess.Popen(
+        [python, "-m", "rfork", "planner", "--port", "0", "--json"],
+        env={"PATH": os.defpath, "HOME": "/nonexistent"}, cwd="/", stdout=subprocess.PIPE, text=True,
+    ) as planner:  # fmt: skip
+        try:
+            assert planner.stdout is not None
+            assert "ready" == json.loads(planner.stdout.readline())["event"]
+            planner.send_signal(signal.SIGTERM)
+            assert 0 == planner.wait(60)
+        finally:
+            planner.kill()

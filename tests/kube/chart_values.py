@@ -1,0 +1,98 @@
+"""Sets of values that the Helm chart is tested with."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+BUNDLE: Final = "LS0tLS1CRUdJTg=="
+REDIS: Final = {"planner": {"store": {"redis": {"url": "redis://redis:6379/0"}}}}
+MONITORED: Final = {"monitoring": {"serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}}}
+VALUE_SETS: Final[dict[str, dict[str, Any]]] = {
+    "defaults": {},
+    "redis": REDIS,
+    "redis in a Secret": {
+        "planner": {"store": {"redis": {"existingSecret": "redis", "existingSecretKey": "u"}}}
+    },
+    "hooks in the planner": {
+        "planner": {"hooks": ["webhook", "controller", "scaler"]},
+        "keda": {"enabled": True},
+    },
+    "KEDA, monitored": {"keda": {"enabled": True, "replicas": 2}, **MONITORED},
+    "cert-manager": {
+        "planner": {
+            "tls": {"enabled": True, "certManager": {"enabled": True, "dnsNames": ["planner.example"]}}
+        },
+        "webhook": {"certificates": {"mode": "certManager"}},
+        **MONITORED,
+    },
+    "cert-manager's own issuer, mTLS": {
+        "planner": {
+            "tls": {
+                "enabled": True,
+                "clientCertificates": True,
+                "certManager": {"enabled": True, "issuerRef": {"name": "ca", "kind": "ClusterIssuer"}},
+            },
+            "hooks": ["controller"],
+        },
+        "webhook": {
+            "certificates": {"mode": "certManager", "issuerRef": {"name": "ca", "kind": "ClusterIssuer"}}
+        },
+        "keda": {"enabled": True},
+        **MONITORED,
+    },
+    "Secrets of others": {
+        "planner": {
+            "auth": {"existingSecret": "tokens"},
+            "tls": {"enabled": True, "existingSecret": "tls"},
+            "store": {"redis": {"existingSecret": "redis"}},
+        },
+        "webhook": {"certificates": {"mode": "secret", "existingSecret": "webhook"}, "caBundle": BUNDLE},
+        "instances": {"tlsSecret": "instances-tls"},
+    },
+    "open": {"planner": {"auth": {"enabled": False}}, "networkPolicy": {"enabled": False}},
+    "open, with Redis": {**REDIS, "planner": {**REDIS["planner"], "auth": {"enabled": False}}},
+    "planner elsewhere": {
+        "planner": {"enabled": False, "url": "https://planner.example", "auth": {"existingSecret": "tokens"}},
+        "keda": {"enabled": True},
+    },
+    "webhook elsewhere": {"webhook": {"url": "https://192.0.2.1:9443/", "caBundle": BUNDLE}},
+    "planner alone": {"webhook": {"enabled": False}, "controller": {"enabled": False}},
+    "no topology, no roles": {
+        "webhook": {"topology": {"enabled": False}, "hostNetwork": True},
+        "rbac": {"create": False},
+        "monitoring": {"dashboard": {"enabled": False}},
+    },
+    "many namespaces": {
+        "instances": {"namespaces": ["team-a", "team-b"], "files": "init", "image": "rfork-files:1"},
+        "networkPolicy": {
+            "instances": {"enginePorts": [8000, 30000], "from": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
+            "plannerFrom": [{"namespaceSelector": {"matchLabels": {"role": "operators"}}}],
+        },
+    },
+    "everything that Pods can have": {
+        "image": {"digest": f"sha256:{'0' * 64}", "pullSecrets": [{"name": "registry"}]},
+        "pods": {
+            "annotations": {"a": "1"},
+            "labels": {"b": "2"},
+            "nodeSelector": {"role": "control"},
+            "tolerations": [{"key": "control", "operator": "Exists", "effect": "NoSchedule"}],
+            "affinity": {"nodeAffinity": {}},
+            "topologySpreadConstraints": [
+                {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule"}
+            ],
+            "priorityClassName": "system-cluster-critical",
+        },
+        "planner": {
+            "settings": {"max_body": 8 << 20, "lease_ttl_s": 0.5},
+            "extraEnv": [{"name": "A", "value": "b"}],
+            "podAnnotations": {"a": "3"},
+            "service": {"type": "LoadBalancer", "annotations": {"internal": "true"}},
+        },
+        "serviceAccounts": {"annotations": {"role": "none"}},
+        "webhook": {"extraEnv": [{"name": "A", "value": "b"}]},
+        "controller": {
+            "extraEnv": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}]
+        },
+        "keda": {"enabled": True, "extraEnv": [{"name": "A", "value": "b"}]},
+    },
+}

@@ -1,0 +1,105 @@
+"""What tests against a real API server share. See `tests.kube.control_plane` for how to use it.
+
+Every test in this folder has the marker ``kube`` and, unless it says otherwise, five minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from lightkube import ApiError, Client, KubeConfig
+from lightkube.models.meta_v1 import ObjectMeta
+from lightkube.resources.core_v1 import Namespace
+
+from planner.hooks.kubernetes.api import connect
+from planner.hooks.kubernetes.cluster import Cluster
+from planner.hooks.kubernetes.server import Document
+from rfork.settings import HookSettings
+from tests.kube.control_plane import ControlPlane, control_plane
+from tests.kube.seeing import Post
+
+TIMEOUT_S = 300
+# Read once, before any fixture hides RFORK_* from the tests.
+TOOLS = {name: os.environ.get(f"RFORK_TEST_{name.upper()}", "") for name in ("helm", "kubectl")}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is in this folder, before ``-m`` chooses; processes start slower than others may."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.kube)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+
+
+@pytest.fixture(scope="session")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """A control plane for all tests: leave it running, and what is not in your namespace alone."""
+    with control_plane(tmp_path_factory.mktemp("kube")) as ready:
+        yield ready
+
+
+@pytest.fixture(scope="session")
+def admin(plane: ControlPlane) -> Iterator[Client]:
+    """An administrator's client."""
+    with Client(KubeConfig.from_file(plane.kubeconfig), trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+def namespace(admin: Client) -> Iterator[str]:
+    """A namespace of the test's own; its end is begun with the test's, and not waited for."""
+    name = f"t-{secrets.token_hex(4)}"
+    admin.create(Namespace(metadata=ObjectMeta(name=name)))
+    yield name
+    try:
+        admin.delete(Namespace, name, grace_period=0)
+    except ApiError as error:
+        if error.status.code != 404:
+            raise
+
+
+@pytest.fixture
+async def cluster(plane: ControlPlane, namespace: str) -> AsyncIterator[Cluster]:
+    """The cluster, as an administrator."""
+    made = connect(HookSettings(kubeconfig=plane.kubeconfig, namespace=namespace))
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def post(plane: ControlPlane) -> Iterator[Post]:
+    """Creates an object: ``post(path, document)`` gives it as it was made."""
+    with plane.client() as api:
+
+        def create(path: str, document: Document) -> Document:
+            answer = api.post(path, json=document)
+            assert answer.is_success, answer.text
+            made: Document = answer.json()
+            return made
+
+        yield create
+
+
+@pytest.fixture(scope="session")
+def helm() -> Path:
+    """The program helm (RFORK_TEST_HELM; `make test-kube` has one), or the test is skipped."""
+    return _tool("helm")
+
+
+@pytest.fixture(scope="session")
+def kubectl() -> Path:
+    """The program kubectl (RFORK_TEST_KUBECTL; `make test-kube` has one), or the test is skipped."""
+    return _tool("kubectl")
+
+
+def _tool(name: str) -> Path:
+    path = Path(TOOLS[name] or f"no-{name}")
+    if not path.is_file():
+        pytest.skip(f"no {name}: RFORK_TEST_{name.upper()} names none; `make test-kube` brings one")
+    return path

@@ -1,0 +1,208 @@
+"""What a kubelet makes of a container, without a container: its environment, its command, a process.
+
+Files of volumes are not there. Where a test has a stand-in for one, it says so by `Surroundings.mounts`.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from tests.kube.control_plane import die_with_parent
+
+Document = dict[str, Any]
+ROOT: Final = Path(__file__).parents[2]
+REFERENCE: Final = re.compile(r"\$(?:\$|\(([-._a-zA-Z][-._a-zA-Z0-9]*)\))")
+KEYED_FIELD: Final = re.compile(r"metadata\.(annotations|labels)\['(.+)'\]")
+
+
+class NotThere(Exception):
+    """A container names a Secret, a ConfigMap or a key that is not there: it cannot start (yet)."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the "node" gives to all containers."""
+
+    environment: Mapping[str, str] = field(
+        default_factory=lambda: {
+            # Containers say `python`, and mean this one.
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "HOME": os.environ.get("HOME", "/"),
+            "LANG": "C.UTF-8",
+            "PYTHONUNBUFFERED": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+    )
+    """What an image would set."""
+    mounts: Mapping[str, str] = field(default_factory=dict)
+    """Folders of this machine by the path that they are mounted at: replaced wherever a value names one."""
+
+
+Find = Callable[[str, str], Document | None]
+"""The Secret (``secrets``) or ConfigMap (``configmaps``) of a name in the Pod's namespace."""
+
+
+class Container:
+    """One container of a Pod, as one process after another."""
+
+    def __init__(self, pod: Document, spec: Document, surroundings: Surroundings, log: Path) -> None:
+        self.name = str(spec["name"])
+        self.spec = spec
+        self.restarts = -1
+        self._pod = pod
+        self._surroundings = surroundings
+        self._log = log
+        self._environment: dict[str, str] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, find: Find) -> None:
+        """Start it, again if need be. Raises NotThere, and OSError where there is no such program."""
+        environment = resolve(self.spec, self._pod, find)
+        self._environment = {**self._surroundings.environment, "HOSTNAME": self._pod["metadata"]["name"]}
+        self._environment |= {name: self._mounted(value) for name, value in environment.items()}
+        self.restarts += 1
+        self._process = self._run([*self.spec.get("command", ()), *self.spec.get("args", ())], environment)
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the last process; None while one runs, or none was started."""
+        return self._process.poll() if self._process is not None else None
+
+    def wait(self) -> int:
+        """Wait until it has ended."""
+        return self._process.wait() if self._process is not None else 0
+
+    def ready(self, client: httpx.Client, address: str) -> bool:
+        """Whether it runs, and its readiness probe (httpGet, exec) says yes."""
+        if self._process is None or self._process.poll() is not None:
+            return False
+        probe = self.spec.get("readinessProbe") or {}
+        if "exec" in probe:
+            return self._execute(probe["exec"]["command"], float(probe.get("timeoutSeconds", 1)))
+        if "httpGet" not in probe:
+            return True
+        get = probe["httpGet"]
+        ports = {port.get("name"): port["containerPort"] for port in self.spec.get("ports", ())}
+        where = f"{get.get('host', address)}:{ports.get(get['port'], get['port'])}"
+        url = f"{get.get('scheme', 'HTTP').lower()}://{where}{get.get('path', '/')}"
+        try:
+            return client.get(url, timeout=float(probe.get("timeoutSeconds", 1))).status_code < 400
+        except httpx.HTTPError:
+            return False
+
+    def stop(self, grace_s: float) -> None:
+        """Run its preStop hook, send SIGTERM, wait, and SIGKILL it, all within `grace_s` seconds."""
+        process = self._process
+        if process is None:
+            return
+        hook = ((self.spec.get("lifecycle") or {}).get("preStop") or {}).get("exec")
+        if hook is not None and process.poll() is None and grace_s > 0:
+            self._execute(hook["command"], grace_s)
+        if grace_s > 0:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL it, and all that it started."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _run(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        if not command:
+            raise FileNotFoundError("the container names no command, and there is no image to have one")
+        words = [self._mounted(expand(word, environment)) for word in command]
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                [*die_with_parent(), *words],
+                env=self._environment,
+                cwd=self.spec.get("workingDir") or ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _execute(self, command: Sequence[str], limit_s: float) -> bool:
+        """Run a command in the container, which sees its environment; whether it succeeds in time."""
+        try:
+            process = self._run([word.replace("$", "$$") for word in command], {})
+        except OSError:
+            return False
+        try:
+            return process.wait(limit_s) == 0
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _mounted(self, value: str) -> str:
+        for path, folder in self._surroundings.mounts.items():
+            value = value.replace(path, folder)
+        return value
+
+
+def resolve(container: Document, pod: Document, find: Find) -> dict[str, str]:
+    """A container's own variables, as the kubelet computes them, in their order. Raises NotThere."""
+    variables: dict[str, str] = {}
+    for each in container.get("env") or ():
+        source = each.get("valueFrom")
+        if source is None:
+            variables[each["name"]] = expand(each.get("value", ""), variables)
+        elif (value := _from(source, pod, find)) is not None:
+            variables[each["name"]] = value
+    return variables
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Put in variables for ``$(NAME)``; ``$$`` is ``$``, and what nobody set is left as it stands."""
+
+    def put(match: re.Match[str]) -> str:
+        return "$" if match[1] is None else variables.get(match[1], match[0])
+
+    return REFERENCE.sub(put, text)
+
+
+def _from(source: Document, pod: Document, find: Find) -> str | None:
+    if "fieldRef" in source:
+        return _field(source["fieldRef"]["fieldPath"], pod)
+    for kind, resource in (("secretKeyRef", "secrets"), ("configMapKeyRef", "configmaps")):
+        if kind in source:
+            return _key(source[kind], resource, find)
+    raise NotThere(f"this kubelet knows nothing of {sorted(source)}")
+
+
+def _field(path: str, pod: Document) -> str:
+    if keyed := KEYED_FIELD.fullmatch(path):
+        return str((pod["metadata"].get(keyed[1]) or {}).get(keyed[2], ""))
+    value: Any = pod
+    for part in path.split("."):
+        value = (value or {}).get(part)
+    return str(value or "")
+
+
+def _key(reference: Document, resource: str, find: Find) -> str | None:
+    found = find(resource, reference["name"])
+    value = (found or {}).get("data", {}).get(reference["key"])
+    if value is not None:
+        return base64.b64decode(value).decode() if resource == "secrets" else str(value)
+    if reference.get("optional"):
+        return None
+    raise NotThere(f"no {reference['key']} in {resource}/{reference['name']}")

@@ -1,0 +1,176 @@
+"""The chart, installed for a test's namespace by real helm, and its processes on this machine.
+
+There is no kubelet that could run the chart's own Pods. So each process gets the environment that the chart
+gives its container, less what only a cluster has (its DNS, its mounts), and the ServiceAccount's token.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import httpx
+from lightkube import Client
+from lightkube.resources.core_v1 import Namespace, Secret
+
+from tests.kube.chart import CHART, environment, helm_run, pod_specs, rendered
+from tests.kube.control_plane import ControlPlane
+
+Component = Literal["planner", "webhook", "controller", "scaler"]
+READY_S: Final = 60.0
+STOP_S: Final = 15.0
+
+
+class Installation:
+    """One release. Not for use from several threads at once."""
+
+    def __init__(self, plane: ControlPlane, admin: Client, helm: Path, namespace: str, folder: Path) -> None:
+        self.release = f"rfork-{namespace}"
+        self.namespace = f"{namespace}-rfork"
+        """Of the release's own objects: their Pods are none of the test's."""
+        self.folder = folder
+        self._plane, self._admin, self._helm = plane, admin, helm
+        ports = dict(zip(("planner", "webhook", "controller", "scaler"), free_ports(4), strict=True))
+        self.planner_port, self.webhook_port = free_ports(2)
+        self.planner = f"http://127.0.0.1:{self.planner_port}"
+        self._health = ports
+        self.values: dict[str, Any] = {
+            "bind": "127.0.0.1",
+            "logs": {"json": False},
+            "instances": {"namespaces": [namespace], "plannerUrl": self.planner},
+            "planner": {"service": {"port": self.planner_port}},
+            "webhook": {"port": self.webhook_port, "healthPort": ports["webhook"]},
+            "controller": {"healthPort": ports["controller"], "leaseSeconds": 3, "lookSeconds": 0.5},
+            "keda": {"enabled": True, "healthPort": ports["scaler"]},
+        }
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def helm(self, verb: Literal["install", "upgrade", "uninstall"], **changed: Any) -> None:
+        """`helm VERB` with `values`, and `changed` ones at their top. The webhook is on this machine."""
+        words = [verb, self.release, "--namespace", self.namespace]
+        words += ["--create-namespace"] if verb == "install" else []
+        if verb == "uninstall":
+            helm_run(self._helm, *words, kubeconfig=self._plane.kubeconfig)
+            return
+        url = f"https://127.0.0.1:{self.webhook_port}"
+        values = {**self.values, **changed}
+        values["webhook"] = {**self.values["webhook"], **values["webhook"], "url": url}
+        helm_run(self._helm, *words, str(CHART), values=values, kubeconfig=self._plane.kubeconfig)
+
+    def start(self, component: Component, name: str | None = None, **changed: str) -> None:
+        """Start a process of the chart, as `name` if there are several, and wait until it is ready."""
+        name = name or component
+        specs = pod_specs(rendered(self._helm, self.values, release=self.release, namespace=self.namespace))
+        spec = next(spec for full, spec in specs.items() if full.endswith(component))
+        (container,) = spec["containers"]
+        told = {**self._environment(component, spec), **changed}
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                [sys.executable, "-m", "rfork", *container["args"]],
+                env={**os.environ, **told},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        port = self.planner_port if component == "planner" else told["RFORK_HOOK_HEALTH_PORT"]
+        self._wait_ready(name, f"http://127.0.0.1:{port}/readyz")
+
+    def kill(self, name: str) -> None:
+        """SIGKILL a process."""
+        process = self._processes.pop(name)
+        process.kill()
+        process.wait()
+
+    def stop(self) -> None:
+        """End all processes."""
+        for process in self._processes.values():
+            process.terminate()
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+            process.kill()
+            process.wait()
+        self._processes.clear()
+
+    def log(self, name: str) -> str:
+        """What a process has written."""
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def secret(self, name: str, key: str) -> str:
+        """A value out of a Secret of the namespace."""
+        found = self._admin.get(Secret, name, namespace=self.namespace)
+        return base64.b64decode((found.data or {})[key]).decode()
+
+    def client(self) -> httpx.Client:
+        """An operator's client of the planner."""
+        token = self.secret(f"{self.release}-planner", "operator-token")
+        return httpx.Client(
+            base_url=self.planner, headers={"Authorization": f"Bearer {token}"}, trust_env=False, timeout=10
+        )
+
+    def user(self, component: Component) -> str:
+        """Whom the API server takes the process for."""
+        return f"system:serviceaccount:{self.namespace}:{self.release}-{component}"
+
+    def _environment(self, component: Component, spec: dict[str, Any]) -> Mapping[str, str]:
+        told: dict[str, str] = {}
+        for name, value in environment(spec).items():
+            if value.startswith("<") and "/" in value:
+                value = self.secret(*value[1:-1].split("/"))
+            told[name] = value
+        told["RFORK_HOOK_IDENTITY"] = f"{component}-{os.getpid()}-{len(self._processes)}"
+        told["RFORK_HOOK_WEBHOOK_HOSTS"] = "127.0.0.1,localhost"
+        told["RFORK_PLANNER"] = self.planner
+        if tokens := told.get("RFORK_PLANNER_TOKENS"):
+            file = self.folder / Path(tokens).name
+            file.write_text(self.secret(f"{self.release}-planner", "tokens"))
+            told["RFORK_PLANNER_TOKENS"] = str(file)
+        if component in ("webhook", "controller"):
+            account = f"{self.release}-{component}"
+            told["RFORK_HOOK_KUBECONFIG"] = str(self._plane.kubeconfig_for(self.namespace, account))
+        return told
+
+    def _wait_ready(self, name: str, url: str) -> None:
+        process, until = self._processes[name], time.monotonic() + READY_S
+        said = ""
+        while time.monotonic() < until and process.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                answer = httpx.get(url, timeout=5, trust_env=False)
+                said = answer.text
+                if answer.status_code == 200:
+                    return
+            time.sleep(0.05)  # between two looks
+        raise RuntimeError(f"{name} is not ready: {said}\n{self.log(name)[-3000:]}")
+
+
+@contextlib.contextmanager
+def installed(
+    plane: ControlPlane, admin: Client, helm: Path, namespace: str, folder: Path
+) -> Iterator[Installation]:
+    """The chart installed, no process started yet; uninstalled at the end, so that no webhook is left."""
+    made = Installation(plane, admin, helm, namespace, folder)
+    made.helm("install")
+    try:
+        yield made
+    finally:
+        made.stop()
+        made.helm("uninstall")
+        admin.delete(Namespace, made.namespace)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nothing listens on, all different."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]

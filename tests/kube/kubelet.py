@@ -1,0 +1,280 @@
+"""A stand-in for scheduler and kubelet: Pods of one namespace become processes of this machine.
+
+::
+
+    with Kubelet(plane, namespace, tmp_path) as kubelet:
+        admin.create(deployment)      # its Pods are bound, started, probed, and come to be Ready
+        print(kubelet.log("pod-name"))
+
+It makes Nodes of its own (`nodes`: their names and labels), binds each new Pod to the next one, gives it an
+address in 127.1.0.0/16, runs its init containers and then its containers as processes, posts its status, and
+on deletion does what a kubelet does: preStop, SIGTERM, the grace period, SIGKILL, and the object's end. Init
+containers named ``rfork-files`` are skipped: rfork is installed here. There are no images, volumes, limits,
+liveness or startup probes. Processes that end are started again, as `restartPolicy: Always` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import httpx
+
+from tests.kube.containers import Container, Document, NotThere, Surroundings
+from tests.kube.control_plane import ControlPlane
+
+SKIPPED: Final = frozenset({"rfork-files"})
+LOOK_S: Final = 0.1
+"""Between two looks at the Pods, and at what became of their processes."""
+RESTART_S: Final = 1.0
+NODES: Final[Mapping[str, Mapping[str, str]]] = {"node-a": {}, "node-b": {}}
+MERGE: Final = {"Content-Type": "application/strategic-merge-patch+json"}
+_addresses = itertools.count(2)
+"""Never the same one twice: another test's processes may still listen on theirs."""
+
+
+class Kubelet:
+    """See the module. Names of Nodes get the namespace as a prefix, for Nodes are in none."""
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        namespace: str,
+        folder: Path,
+        *,
+        nodes: Mapping[str, Mapping[str, str]] = NODES,
+        surroundings: Surroundings | None = None,
+    ) -> None:
+        self.nodes = {f"{namespace}-{name}": labels for name, labels in nodes.items()}
+        self.surroundings = surroundings or Surroundings()
+        self.api = plane.client()
+        self.probes = httpx.Client(verify=False)
+        self.pods = f"/api/v1/namespaces/{namespace}/pods"
+        self.failures: list[Exception] = []
+        self._secrets = f"/api/v1/namespaces/{namespace}"
+        folder.mkdir(exist_ok=True)
+        self._folder = folder
+        self._next_node: Iterator[str] = itertools.cycle(self.nodes)
+        self._runners: dict[str, Runner] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kubelet")
+
+    def __enter__(self) -> Self:
+        for name, labels in self.nodes.items():
+            node = {"metadata": {"name": name, "labels": {"kubernetes.io/hostname": name, **labels}}}
+            self.api.post("/api/v1/nodes", json=node).raise_for_status()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopping.set()
+        self._thread.join()
+        for runner in self._runners.values():
+            runner.abandon()
+        for runner in self._runners.values():
+            runner.join()
+            if kind is not None:
+                print(f"--- {runner.name}\n{self.log(runner.name)}")
+        for name in self.nodes:
+            with contextlib.suppress(httpx.HTTPError):
+                self.api.delete(f"/api/v1/nodes/{name}")
+        self.api.close()
+        self.probes.close()
+        if self.failures and kind is None:
+            raise self.failures[0]
+
+    def log(self, pod: str) -> str:
+        """What the containers of a Pod wrote so far, also of one that is gone."""
+        path = self.log_path(pod)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def log_path(self, pod: str) -> Path:
+        """Where that is written."""
+        return self._folder / f"{pod}.log"
+
+    def find(self, resource: str, name: str) -> Document | None:
+        """A Secret or ConfigMap; None where there is none."""
+        answer = self.api.get(f"{self._secrets}/{resource}/{name}")
+        return answer.json() if answer.is_success else None
+
+    def _run(self) -> None:
+        while not self._stopping.wait(LOOK_S):
+            with contextlib.suppress(httpx.HTTPError):  # the API server may be away: the next look
+                self._look(self.api.get(self.pods).raise_for_status().json()["items"])
+
+    def _look(self, pods: list[Document]) -> None:
+        for pod in pods:
+            uid = pod["metadata"]["uid"]
+            if uid not in self._runners:
+                self._runners[uid] = Runner(self, pod, next(self._next_node))
+            self._runners[uid].pod = pod
+        for uid in self._runners.keys() - {pod["metadata"]["uid"] for pod in pods}:
+            self._runners[uid].abandon()  # its object is gone, by force
+
+
+class Runner(threading.Thread):
+    """One Pod, from its binding to its end."""
+
+    def __init__(self, kubelet: Kubelet, pod: Document, node: str) -> None:
+        super().__init__(name=pod["metadata"]["name"])
+        self.pod = pod
+        """As it was seen last."""
+        number = next(_addresses)
+        self._address = f"127.1.{number // 250}.{number % 250 + 1}"
+        self._kubelet = kubelet
+        self._node = node
+        self._path = f"{kubelet.pods}/{self.name}"
+        self._abandoned = threading.Event()
+        self._conditions: dict[str, tuple[str, str]] = {}
+        self._posted: Document = {}
+        self._made: list[Container] = []
+        self.start()
+
+    def abandon(self) -> None:
+        """Kill what runs, and let the object be."""
+        self._abandoned.set()
+
+    def run(self) -> None:
+        """The life of the Pod."""
+        try:
+            self._bind()
+            if self._initialise():
+                self._serve()
+            self._end()
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code not in (404, 409):  # it was deleted meanwhile
+                self._kubelet.failures.append(error)
+        except Exception as error:  # a bug of this stand-in: the test shall see it
+            self._kubelet.failures.append(error)
+        finally:
+            for container in self._made:
+                container.kill()
+
+    @property
+    def _ending(self) -> bool:
+        return self._abandoned.is_set() or self.pod["metadata"].get("deletionTimestamp") is not None
+
+    def _bind(self) -> None:
+        if not self.pod["spec"].get("nodeName"):
+            target = {"apiVersion": "v1", "kind": "Node", "name": self._node}
+            binding = {"metadata": {"name": self.name}, "target": target}
+            self._kubelet.api.post(f"{self._path}/binding", json=binding).raise_for_status()
+        self._post("Pending", [])
+        # As it is now: with its node, its address, and what the binding's webhooks wrote.
+        self.pod = self._kubelet.api.get(self._path).raise_for_status().json()
+
+    def _initialise(self) -> bool:
+        """Run the init containers, one after another; False if the Pod's end came first."""
+        for spec in self.pod["spec"].get("initContainers", ()):
+            container = self._container(spec)
+            while spec["name"] not in SKIPPED and not self._ending:
+                self._start(container)
+                while container.exit_code is None and container.restarts >= 0 and not self._ending:
+                    time.sleep(LOOK_S)
+                if container.exit_code == 0:
+                    break
+                self._abandoned.wait(RESTART_S)
+        return not self._ending
+
+    def _serve(self) -> None:
+        """Run the containers until the Pod's end."""
+        containers = [self._container(spec) for spec in self.pod["spec"]["containers"]]
+        starts = dict.fromkeys(containers, 0.0)
+        while not self._ending:
+            for container in containers:
+                stopped = container.restarts < 0 or container.exit_code is not None
+                if stopped and time.monotonic() - starts[container] > RESTART_S:
+                    starts[container] = time.monotonic()
+                    self._start(container)
+            ready = [each.ready(self._kubelet.probes, self._address) for each in containers]
+            with contextlib.suppress(httpx.TransportError):  # the API server may be away
+                self._post("Running", [_status(*each) for each in zip(containers, ready, strict=True)])
+            self._abandoned.wait(LOOK_S)
+
+    def _end(self) -> None:
+        """What a kubelet does with a Pod that is deleted."""
+        if self._abandoned.is_set():
+            return
+        grace_s = float(self.pod["metadata"].get("deletionGracePeriodSeconds") or 0)
+        enders = [
+            threading.Thread(target=each.stop, args=(grace_s,))
+            for each in self._made
+            if each.exit_code is None
+        ]
+        for ender in enders:
+            ender.start()
+        for ender in enders:
+            ender.join()
+        gone = {"gracePeriodSeconds": 0, "preconditions": {"uid": self.pod["metadata"]["uid"]}}
+        self._kubelet.api.request("DELETE", self._path, json=gone).raise_for_status()
+
+    def _container(self, spec: Document) -> Container:
+        log = self._kubelet.log_path(self.name)
+        container = Container(self.pod, spec, self._kubelet.surroundings, log)
+        self._made.append(container)
+        return container
+
+    def _start(self, container: Container) -> None:
+        try:
+            container.start(self._kubelet.find)
+        except (NotThere, OSError) as error:
+            with self._kubelet.log_path(self.name).open("a") as log:
+                log.write(f"kubelet: cannot start {container.name}: {error}\n")
+
+    def _post(self, phase: str, containers: list[Document]) -> None:
+        """Post the status, if it is another one than was posted last."""
+        containers_ready = bool(containers) and all(each["ready"] for each in containers)
+        seen = {each["type"]: each["status"] for each in self.pod.get("status", {}).get("conditions", ())}
+        gates = [gate["conditionType"] for gate in self.pod["spec"].get("readinessGates", ())]
+        shut = [gate for gate in gates if seen.get(gate) != "True"]
+        told = {
+            "PodScheduled": True,
+            "Initialized": phase == "Running",
+            "ContainersReady": containers_ready,
+            "Ready": containers_ready and not shut,
+        }
+        status: Document = {
+            "phase": phase,
+            "hostIP": "127.0.0.1",
+            "podIP": self._address,
+            "podIPs": [{"ip": self._address}],
+            "conditions": [self._condition(kind, str(true)) for kind, true in told.items()],
+            "containerStatuses": containers,
+        }
+        if status != self._posted:
+            patch = {"metadata": {"uid": self.pod["metadata"]["uid"]}, "status": status}
+            self._kubelet.api.patch(f"{self._path}/status", json=patch, headers=MERGE).raise_for_status()
+            self._posted = status
+
+    def _condition(self, kind: str, status: str) -> Document:
+        if self._conditions.get(kind, ("", ""))[0] != status:
+            self._conditions[kind] = (status, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+        return {"type": kind, "status": status, "lastTransitionTime": self._conditions[kind][1]}
+
+
+def _status(container: Container, ready: bool) -> Document:
+    code = container.exit_code
+    if container.restarts < 0:
+        state: Document = {"waiting": {"reason": "CreateContainerConfigError"}}
+    elif code is None:
+        state = {"running": {}}
+    else:
+        state = {"terminated": {"exitCode": code & 0xFF}}
+    return {
+        "name": container.name,
+        "ready": ready,
+        "started": code is None,
+        "restartCount": max(0, container.restarts),
+        "image": container.spec.get("image", ""),
+        "imageID": "",
+        "state": state,
+    }

@@ -1,0 +1,198 @@
+"""Calls of the hooks to a real API server: rights, Pods, Events, Leases, and an election over one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+from lightkube import Client
+from lightkube.models.meta_v1 import ObjectMeta
+from lightkube.resources.core_v1 import Event, Pod, ServiceAccount
+
+from planner.hooks.kubernetes import names
+from planner.hooks.kubernetes.api import ApiCluster, connect
+from planner.hooks.kubernetes.cluster import Cluster, ClusterUnavailable, Conflict, Gone, Listed
+from planner.hooks.kubernetes.election import Election
+from planner.hooks.kubernetes.server import open_server
+from rfork.settings import HookSettings
+from tests.kube.control_plane import ControlPlane
+from tests.kube.seeing import SOON_S, Post, hearing, pod, put, seen_pod
+
+RULES = [
+    (("",), ("pods",), ("list", "watch", "patch")),
+    (("",), ("pods/status",), ("patch",)),
+    (("",), ("nodes",), ("list", "watch")),
+    (("",), ("events",), ("create", "patch")),
+    (("apps",), ("deployments", "statefulsets"), ("list", "watch")),
+    (("leaderworkerset.x-k8s.io",), ("leaderworkersets",), ("list", "watch")),
+    (("coordination.k8s.io",), ("leases",), ("get", "create", "update")),
+]
+
+
+async def test_the_role_is_enough(
+    plane: ControlPlane, admin: Client, namespace: str, post: Post, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without rights nothing is raised or seen, and one line says why; the rights of the table are enough."""
+    admin.create(ServiceAccount(metadata=ObjectMeta(name="hook", namespace=namespace)))
+    settings = HookSettings(kubeconfig=plane.kubeconfig_for(namespace, "hook"), namespace=namespace)
+    cluster = connect(settings)
+    user = f"system:serviceaccount:{namespace}:hook"
+    async with hearing(cluster.pods()) as heard:
+        with pytest.raises(ClusterUnavailable, match=r"403 .* is forbidden"):
+            await cluster.read_lease("none", namespace)
+        await asyncio.sleep(2)  # tries again meanwhile
+        assert [] == heard.news
+        assert 1 == sum("watch_failed of=pods" in record.getMessage() for record in caplog.records)
+        assert {403} == {call.code for call in plane.calls(user)}
+        refused = len(plane.calls(user))
+        rules = [{"apiGroups": list(a), "resources": list(b), "verbs": list(c)} for a, b, c in RULES]
+        rbac = "/apis/rbac.authorization.k8s.io/v1"
+        post(f"{rbac}/clusterroles", {"metadata": {"name": namespace}, "rules": rules})
+        subject = {"kind": "ServiceAccount", "name": "hook", "namespace": namespace}
+        role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": namespace}
+        binding = {"metadata": {"name": namespace}, "roleRef": role, "subjects": [subject]}
+        post(f"{rbac}/clusterrolebindings", binding)
+        admin.create(pod(namespace, "mine"))
+        await heard.until(lambda news: put("mine")(news) or (isinstance(news, Listed) and any(news.items)))
+    mine = await seen_pod(cluster, namespace, "mine")
+    await cluster.annotate(mine, {"a": "b"})
+    await cluster.set_condition(mine, names.WEIGHTS_READY, status=True, reason="Forked", message="")
+    await cluster.tell(mine.ref, "Normal", "Forked", "once")
+    await cluster.tell(mine.ref, "Normal", "Forked", "once")
+    lease = await cluster.write_lease("it", namespace, "me", 15, "")
+    await cluster.write_lease("it", namespace, None, 15, lease.version)
+    async with hearing(cluster.workloads()) as workloads, hearing(cluster.nodes()) as nodes:
+        await workloads.until(lambda each: isinstance(each, Listed))
+        await nodes.until(lambda each: isinstance(each, Listed))
+    await cluster.close()
+    late = [call for call in plane.calls(user)[refused:] if call.resource != "pods" or call.verb != "list"]
+    assert [] == [call for call in late if call.code == 403]
+
+
+async def test_events_are_counted_up(
+    plane: ControlPlane, cluster: Cluster, admin: Client, namespace: str
+) -> None:
+    """One like it within ten minutes is the same Event; later, or where that one is gone, it is a new one."""
+    admin.create(pod(namespace, "mine"))
+    mine = await seen_pod(cluster, namespace, "mine")
+    now = 0.0
+    server = open_server(HookSettings(kubeconfig=plane.kubeconfig, namespace=namespace))
+    clocked = ApiCluster(server, monotonic=lambda: now)
+
+    def events() -> list[tuple[str | None, str | None, int | None]]:
+        found = [each for each in admin.list(Event, namespace=namespace) if each.involvedObject.kind == "Pod"]
+        return sorted((each.reason, each.message, each.count) for each in found)
+
+    for _ in range(3):
+        await clocked.tell(mine.ref, "Normal", "Forked", "15.2 GB")
+    await clocked.tell(mine.ref, "Warning", "FellBack", "x" * 5000)
+    assert [("FellBack", "x" * 999 + "…", 1), ("Forked", "15.2 GB", 3)] == events()
+    for event in admin.list(Event, namespace=namespace):
+        assert "rfork.dev/controller" == event.reportingComponent
+        assert mine.uid == event.involvedObject.uid
+        if event.reason == "FellBack" and event.metadata:
+            admin.delete(Event, str(event.metadata.name), namespace=namespace)
+    now = 599.0
+    await clocked.tell(mine.ref, "Warning", "FellBack", "x" * 5000)
+    now = 700.0
+    await clocked.tell(mine.ref, "Normal", "Forked", "15.2 GB")
+    expected = [("FellBack", "x" * 999 + "…", 1), ("Forked", "15.2 GB", 1), ("Forked", "15.2 GB", 3)]
+    assert expected == events()
+    await clocked.tell(dataclasses.replace(mine.ref, kind="Node", namespace=""), "Normal", "Seen", namespace)
+    await server.close()
+
+
+async def test_conditions_and_annotations(cluster: Cluster, admin: Client, namespace: str) -> None:
+    """A condition keeps the time of its last transition; what others wrote stays as it is."""
+    theirs = {"type": "example.com/theirs", "status": "True"}
+    admin.create(pod(namespace, "mine"))
+    admin.patch(Pod.Status, "mine", {"status": {"conditions": [theirs]}}, namespace=namespace)
+    admin.patch(Pod, "mine", {"metadata": {"annotations": {"theirs": "1"}}}, namespace=namespace)
+
+    def condition() -> tuple[str, str | None, str | None, object]:
+        status = admin.get(Pod, "mine", namespace=namespace).status
+        (each,) = [each for each in (status.conditions if status else None) or [] if each.type == "ours"]
+        return each.status, each.reason, each.message, each.lastTransitionTime
+
+    mine = await seen_pod(cluster, namespace, "mine")
+    await cluster.annotate(mine, {"a": "1", "b": "2"})
+    await cluster.annotate(mine, {"a": None, "b": "3", "c": None})
+    await cluster.set_condition(mine, "ours", status=False, reason="Waits", message="one")
+    first = condition()
+    assert ("False", "Waits", "one") == first[:3]
+    assert first[3] is not None
+    mine = await seen_pod(cluster, namespace, "mine")
+    assert {"theirs": "1", "b": "3"} == mine.annotations
+    assert {"example.com/theirs": True, "ours": False} == mine.conditions
+    await cluster.set_condition(mine, "ours", status=False, reason="Waits", message="two")
+    assert ("False", "Waits", "two", first[3]) == condition()
+    await cluster.set_condition(mine, "ours", status=True, reason="Ready", message="")
+    assert ("True", "Ready", "") == condition()[:3]
+    assert {"example.com/theirs": True, "ours": True} == (
+        await seen_pod(cluster, namespace, "mine")
+    ).conditions
+
+
+async def test_a_pod_that_is_gone(cluster: Cluster, admin: Client, namespace: str) -> None:
+    """One that took the name of another is not taken for it."""
+    admin.create(pod(namespace, "mine"))
+    mine = await seen_pod(cluster, namespace, "mine")
+    for other in (
+        dataclasses.replace(mine, uid="00000000-0000-0000-0000-000000000000"),
+        dataclasses.replace(mine, name="nobody"),
+    ):
+        with pytest.raises(Gone):
+            await cluster.annotate(other, {"a": "1"})
+        with pytest.raises(Gone):
+            await cluster.set_condition(other, "ours", status=True, reason="Ready", message="")
+    assert {} == (await seen_pod(cluster, namespace, "mine")).annotations
+
+
+async def test_a_lease_between_two_clients(plane: ControlPlane, cluster: Cluster, namespace: str) -> None:
+    """Who writes a version that is not the newest any more is told so, whatever it writes."""
+    other = connect(HookSettings(kubeconfig=plane.kubeconfig, namespace=namespace))
+    assert "" == (await cluster.read_lease("it", namespace)).version
+    first = await cluster.write_lease("it", namespace, "a", 14.2, "")
+    assert ("a", 15.0) == (first.holder, first.duration_s)
+    with pytest.raises(Conflict):
+        await other.write_lease("it", namespace, "b", 15, "")
+    assert first == await other.read_lease("it", namespace)
+    second = await cluster.write_lease("it", namespace, "a", 15, first.version)
+    assert second.renewed != first.renewed
+    with pytest.raises(Conflict):
+        await other.write_lease("it", namespace, "b", 15, first.version)
+    assert (await cluster.write_lease("it", namespace, None, 15, second.version)).holder is None
+    free = await other.read_lease("it", namespace)
+    assert "b" == (await other.write_lease("it", namespace, "b", 15, free.version)).holder
+    with pytest.raises(ClusterUnavailable):
+        await other.write_lease("it", "no-such-namespace", "b", 15, "")
+    with pytest.raises(Conflict):
+        await other.write_lease("none", namespace, "b", 15, free.version)
+    await other.close()
+
+
+async def test_an_election(plane: ControlPlane, cluster: Cluster, namespace: str) -> None:
+    """Of two processes one leads; as it stops in order, the other one does."""
+    other = connect(HookSettings(kubeconfig=plane.kubeconfig, namespace=namespace))
+    led: asyncio.Queue[str] = asyncio.Queue()
+
+    async def act(name: str) -> None:
+        led.put_nowait(name)
+        await asyncio.Event().wait()
+
+    elections = {
+        name: Election(seam, "it", namespace, name, 5.0) for name, seam in (("a", cluster), ("b", other))
+    }
+    tasks = {"a": asyncio.create_task(elections["a"].lead(lambda: act("a")))}
+    async with asyncio.timeout(SOON_S):
+        assert "a" == await led.get()
+        tasks["b"] = asyncio.create_task(elections["b"].lead(lambda: act("b")))
+        await asyncio.sleep(6)  # longer than the Lease lives unrenewed
+        assert (True, False, True) == (elections["a"].leads, elections["b"].leads, led.empty())
+        tasks["a"].cancel()
+        assert "b" == await led.get()
+    tasks["b"].cancel()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    assert (await cluster.read_lease("it", namespace)).holder is None
+    await other.close()

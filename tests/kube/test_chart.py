@@ -1,0 +1,197 @@
+"""The Helm chart as it is rendered, away from any cluster: objects, Pods, processes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from planner.metrics import Metrics
+from rfork import settings
+from rfork.settings import HookSettings, PlannerSettings, Settings, TlsSettings
+from tests.kube.chart import (
+    CHART,
+    CLUSTER_WIDE,
+    Document,
+    environment,
+    helm_run,
+    named,
+    pod_specs,
+    rendered,
+)
+from tests.kube.chart_values import REDIS, VALUE_SETS
+
+ROOT = Path(__file__).parents[2]
+VERSIONS = ("1.25.0", "1.37.0")
+"""The oldest that there are schemas of, and the latest."""
+FOREIGN = ("cert-manager.io/", "monitoring.coreos.com/")
+"""API groups that Kubernetes itself has no schemas of."""
+
+
+def test_lint_finds_nothing(helm: Path) -> None:
+    """`helm lint --strict` takes the chart."""
+    assert "1 chart(s) linted, 0 chart(s) failed" in helm_run(helm, "lint", "--strict", str(CHART))
+
+
+@pytest.mark.parametrize("kubernetes", VERSIONS)
+@pytest.mark.parametrize("values", VALUE_SETS.values(), ids=VALUE_SETS)
+def test_every_object_is_one_of_kubernetes(helm: Path, values: dict[str, Any], kubernetes: str) -> None:
+    """Whatever the values, each object has the fields of its kind and no others, and lies where it should."""
+    objects = rendered(helm, values, kubernetes=kubernetes)
+    for each in objects:
+        if not each["apiVersion"].startswith(FOREIGN):
+            check(json.dumps(each), kubernetes)
+    keys = [(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in objects]
+    assert sorted(set(keys), key=str) == sorted(keys, key=str)
+    assert [] == [key for key in keys if (key[1] is None) != (key[0] in CLUSTER_WIDE)]
+
+
+@pytest.mark.parametrize("values", VALUE_SETS.values(), ids=VALUE_SETS)
+def test_pods_meet_the_restricted_standard(helm: Path, values: dict[str, Any]) -> None:
+    """Every Pod passes the Pod Security Standard `restricted`, but for a host network that was asked for."""
+    expected = ["hostNetwork"] if values.get("webhook", {}).get("hostNetwork") else []
+    specs = pod_specs(rendered(helm, values))
+    assert expected == [broken for spec in specs.values() for broken in beyond_restricted(spec)]
+    # And no Service of the namespace becomes an option of rfork's.
+    assert {False} == {spec["enableServiceLinks"] for spec in specs.values()}
+
+
+@pytest.mark.parametrize("values", VALUE_SETS.values(), ids=VALUE_SETS)
+def test_processes_take_their_variables(
+    helm: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each RFORK_* variable that a Pod gets is an option, and each process can be told what it gets."""
+    kinds = (PlannerSettings, HookSettings, Settings, TlsSettings)
+    known = {
+        f"{kind.model_config.get('env_prefix')}{field.upper()}"
+        for kind in kinds
+        for field in kind.model_fields
+    }
+    for spec in pod_specs(rendered(helm, values)).values():
+        told = environment(spec)
+        assert set() == {name for name in told if name.startswith("RFORK_")} - known
+        with monkeypatch.context() as patched:
+            for name, value in told.items():
+                patched.setenv(name, "redis://redis" if name == "RFORK_PLANNER_STORE" else value)
+            for kind in kinds:
+                settings.load(kind)
+
+
+@pytest.mark.parametrize(
+    ("values", "replicas", "strategy", "store"),
+    [
+        ({}, 1, "Recreate", None),
+        (REDIS, 2, "RollingUpdate", "<rfork-planner-store/url>"),
+        ({"planner": {**REDIS["planner"], "replicas": 5}}, 5, "RollingUpdate", "<rfork-planner-store/url>"),
+        (VALUE_SETS["redis in a Secret"], 2, "RollingUpdate", "<redis/u>"),
+    ],
+)
+def test_planners_share_a_store(
+    helm: Path, values: dict[str, Any], replicas: int, strategy: str, store: str | None
+) -> None:
+    """One planner with its own memory, never two at a time; or several that share Redis."""
+    planner = named(rendered(helm, values), "Deployment", "rfork-planner")
+    assert (replicas, strategy) == (planner["spec"]["replicas"], planner["spec"]["strategy"]["type"])
+    assert store == environment(planner["spec"]["template"]["spec"]).get("RFORK_PLANNER_STORE")
+
+
+def test_hooks_in_the_planner_are_reached_there(helm: Path) -> None:
+    """With hooks in the planner's process there is one Deployment, and all Services lead to it."""
+    objects = rendered(helm, VALUE_SETS["hooks in the planner"])
+    assert ["rfork-planner"] == list(pod_specs(objects))
+    ports = {each["name"] for each in pod_specs(objects)["rfork-planner"]["containers"][0]["ports"]}
+    services = [each["spec"] for each in objects if each["kind"] == "Service"]
+    assert ({"planner"}, set()) == (
+        {service["selector"]["app.kubernetes.io/component"] for service in services},
+        {port["targetPort"] for service in services for port in service["ports"]} - ports,
+    )
+
+
+def test_older_clusters_get_what_they_know(helm: Path) -> None:
+    """On 1.20 budgets are of policy/v1beta1, and no policy has a range of ports that would be dropped."""
+    objects = rendered(helm, kubernetes="1.20.2")
+    assert {"policy/v1beta1"} == {
+        each["apiVersion"] for each in objects if each["kind"] == "PodDisruptionBudget"
+    }
+    assert "endPort" not in json.dumps(objects)
+    assert "rfork-instances" not in {each["metadata"]["name"] for each in objects}
+    named_ports = {"networkPolicy": {"instances": {"enginePorts": [8000]}}}
+    assert named(rendered(helm, named_ports, kubernetes="1.20.2"), "NetworkPolicy", "rfork-instances")
+
+
+def test_probes_with_mutual_tls(helm: Path) -> None:
+    """The kubelet shows no certificate: where callers must, the planner is only seen to listen."""
+    tls = {"planner": {"tls": {"enabled": True, "existingSecret": "t"}}}
+    mutual = {"planner": {"tls": {**tls["planner"]["tls"], "clientCertificates": True}}}
+    probes = [
+        pod_specs(rendered(helm, values))["rfork-planner"]["containers"][0]["readinessProbe"]
+        for values in (tls, mutual)
+    ]
+    assert {"path": "/readyz", "port": "http", "scheme": "HTTPS"} == probes[0]["httpGet"]
+    assert {"port": "http"} == probes[1]["tcpSocket"]
+
+
+def test_dashboard_asks_for_metrics_that_there_are() -> None:
+    """Each metric of the dashboard is one that the planner or a hook tells; no two panels overlap."""
+    dashboard = json.loads((CHART / "dashboards" / "rfork.json").read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", ())
+        for name in re.findall(r"\brfork_[a-z_]+", target["expr"])
+    }
+    told = {family.name for family in Metrics().registry.collect()}
+    for path in (ROOT / "planner/hooks").rglob("*.py"):
+        told |= set(re.findall(r'"(rfork_[a-z_]+)"', path.read_text()))
+    assert set() == {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in asked} - told
+    cells = [
+        (x, y)
+        for panel in dashboard["panels"]
+        for box in [panel["gridPos"]]
+        for x in range(box["x"], box["x"] + box["w"])
+        for y in range(box["y"], box["y"] + box["h"])
+    ]
+    assert len(set(cells)) == len(cells)
+
+
+@functools.lru_cache(maxsize=1024)
+def check(document: str, kubernetes: str) -> None:
+    """Validate an object; most are the same in many sets of values. Raises ValidationError."""
+    kubernetes_validate.validate(json.loads(document), kubernetes, strict=True)
+
+
+def beyond_restricted(spec: Document) -> list[str]:
+    """What of a Pod the standard `restricted` refuses (kubernetes.io, "Pod Security Standards")."""
+    pod = spec.get("securityContext", {})
+    broken = [name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)]
+    kinds = {
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+    }
+    broken += [f"volume {each['name']}" for each in spec.get("volumes", ()) if not set(each) & kinds]
+    for container in (*spec["containers"], *spec.get("initContainers", ())):
+        own = container.get("securityContext", {})
+        checks = {
+            "allowPrivilegeEscalation": own.get("allowPrivilegeEscalation") is False,
+            "privileged": not own.get("privileged"),
+            "capabilities": own.get("capabilities") == {"drop": ["ALL"]},
+            "runAsNonRoot": own.get("runAsNonRoot", pod.get("runAsNonRoot")) is True,
+            "runAsUser": own.get("runAsUser", pod.get("runAsUser")) != 0,
+            "seccompProfile": own.get("seccompProfile", pod.get("seccompProfile"))
+            == {"type": "RuntimeDefault"},
+            "readOnlyRootFilesystem": own.get("readOnlyRootFilesystem") is True,  # ours, beyond the standard
+            "hostPort": not any(port.get("hostPort") for port in container.get("ports", ())),
+        }
+        broken += [name for name, met in checks.items() if not met]
+    return broken

@@ -1,0 +1,260 @@
+"""deploy/examples/kubernetes: each document is valid, goes with the others, and comes through the webhook.
+
+No API server is needed. Kinds of Kubernetes' own are checked against its schemas, strictly; for those of KEDA
+and LeaderWorkerSet the fields that are known are written down here, after their CRDs (keda.sh/v1alpha1,
+leaderworkerset.x-k8s.io/v1): only those that the examples may use.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from planner.hooks.keda.triggers import trigger_of
+from planner.hooks.kubernetes import names
+from planner.hooks.kubernetes.mutate import mutated
+from planner.hooks.kubernetes.pods import Wanted, wanted
+from rfork.settings import HookSettings, Settings, StorageSettings
+
+Document = dict[str, Any]
+FOLDER = Path(__file__).parents[2] / "deploy" / "examples" / "kubernetes"
+FILES = ("lws-tp8.yaml", "rdma.yaml", "s3-irsa.yaml", "same-host.yaml", "sglang-hpa.yaml", "vllm-keda.yaml")
+VERSION = "1.37"
+HOOK = HookSettings(files="init", image="rfork:0.1.0")
+USERS_ANNOTATIONS = {
+    names.MODEL_NAME, names.CONTAINER, names.ENGINE, names.INJECT, names.SNAPSHOT, names.FILES,
+    names.SAME_HOST, names.DRAIN_S, names.REQUIRED, names.REPLICA_PODS,
+}  # fmt: skip
+
+# A field's shape: a type, a set of words, a list of one shape, or an object with its fields; those with !
+# must be there. `...` is checked elsewhere.
+Shape = type | set[str] | list[Any] | dict[str, Any] | Any
+POLICY = {"type!": {"Percent", "Pods"}, "value!": int, "periodSeconds!": int}
+RULES = {"stabilizationWindowSeconds": int, "selectPolicy": {"Max", "Min", "Disabled"}, "policies": [POLICY]}
+KNOWN: dict[tuple[str, str], Shape] = {
+    ("keda.sh/v1alpha1", "ScaledObject"): {
+        "scaleTargetRef!": {"apiVersion": str, "kind": str, "name!": str, "envSourceContainerName": str},
+        "pollingInterval": int,
+        "cooldownPeriod": int,
+        "minReplicaCount": int,
+        "maxReplicaCount": int,
+        "triggers!": [
+            {
+                "type!": {"external", "external-push"},
+                "name": str,
+                "metricType": {"AverageValue", "Value"},
+                "metadata!": ...,
+                "authenticationRef": {"name!": str},
+            }
+        ],
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": {"scaleUp": RULES, "scaleDown": RULES}}},
+    },
+    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): {
+        "replicas": int,
+        "startupPolicy": {"LeaderCreated", "LeaderReady"},
+        "leaderWorkerTemplate!": {
+            "size": int,
+            "restartPolicy": {"RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"},
+            "leaderTemplate": ...,
+            "workerTemplate!": ...,
+        },
+        "rolloutStrategy": {
+            "type!": {"RollingUpdate"},
+            "rollingUpdateConfiguration": {"maxUnavailable": int, "maxSurge": int, "partition": int},
+        },
+        "networkConfig": {"subdomainPolicy!": {"Shared", "UniquePerReplica"}},
+    },
+}
+
+
+def documents(file: str) -> list[Document]:
+    """What a file holds."""
+    return list(yaml.safe_load_all((FOLDER / file).read_text("utf-8")))
+
+
+ALL = [(file, each) for file in FILES for each in documents(file)]
+
+
+def templates(document: Document) -> Iterator[Document]:
+    """The Pod templates of a workload."""
+    spec: Document = document.get("spec", {})
+    group = spec.get("leaderWorkerTemplate", {})
+    for found in (spec.get("template"), group.get("leaderTemplate"), group.get("workerTemplate")):
+        if found is not None:
+            yield found
+
+
+WORKLOADS = [(file, each) for file, each in ALL if list(templates(each))]
+TEMPLATES = [(file, each) for file, workload in WORKLOADS for each in templates(workload)]
+by_file = pytest.mark.parametrize("file", FILES)
+by_template = pytest.mark.parametrize(("file", "template"), TEMPLATES, ids=[file for file, _ in TEMPLATES])
+
+
+def pod(template: Document) -> Document:
+    """A Pod of the template, as the API server would be sent it."""
+    metadata = {**template["metadata"], "name": "pod-0", "namespace": "default"}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+
+
+def wrong(value: object, shape: Shape, at: str = "spec") -> Iterator[str]:
+    """What of a value is not of the shape."""
+    if shape is ...:
+        return
+    if isinstance(shape, set):
+        if value not in shape:
+            yield f"{at} is {value}"
+    elif isinstance(shape, list):
+        for index, item in enumerate(value if isinstance(value, list) else [None]):
+            yield from wrong(item, shape[0], f"{at}[{index}]")
+    elif isinstance(shape, dict):
+        fields = {name.rstrip("!"): inner for name, inner in shape.items()}
+        there = value if isinstance(value, dict) else {}
+        yield from (f"{at} lacks {name}" for name in shape if name[-1] == "!" and name[:-1] not in there)
+        yield from (f"{at}.{name} is unknown" for name in there if name not in fields)
+        for name in there.keys() & fields.keys():
+            yield from wrong(there[name], fields[name], f"{at}.{name}")
+    elif type(value) is not shape:
+        yield f"{at} is {value!r}"
+
+
+def test_these_are_the_examples() -> None:
+    """Each file of the folder is looked at, and says in its first line what it is."""
+    assert list(FILES) == sorted(file.name for file in FOLDER.iterdir())
+    assert [] == [file for file in FILES if not re.match(r"# \w.*[.:]\n", (FOLDER / file).read_text("utf-8"))]
+
+
+@pytest.mark.parametrize(("file", "document"), ALL, ids=[f"{file}-{each['kind']}" for file, each in ALL])
+def test_each_document_is_valid(file: str, document: Document) -> None:
+    """By Kubernetes' own schemas, or by the fields that are known of the kind."""
+    kind = document["apiVersion"], document["kind"]
+    if kind in KNOWN:
+        assert {"apiVersion", "kind", "metadata", "spec"} == set(document)
+        assert [] == list(wrong(document["spec"], KNOWN[kind]))
+    else:
+        kubernetes_validate.validate(document, VERSION, strict=True)
+
+
+@by_template
+def test_each_template_is_a_valid_pod(file: str, template: Document) -> None:
+    """By Kubernetes' schema, those in a LeaderWorkerSet as well."""
+    kubernetes_validate.validate(pod(template), VERSION, strict=True)
+
+
+@by_file
+def test_labels_and_annotations(file: str) -> None:
+    """The model is named on the workload and on each template; only annotations for users are used."""
+    for _, workload in (each for each in WORKLOADS if each[0] == file):
+        model = workload["metadata"]["labels"][names.MODEL]
+        for template in templates(workload):
+            assert model == template["metadata"]["labels"][names.MODEL]
+            ours = {name for name in template["metadata"]["annotations"] if name.startswith(names.PREFIX)}
+            assert set() == ours - USERS_ANNOTATIONS
+        if (selector := workload["spec"].get("selector")) is not None:
+            (template,) = templates(workload)
+            assert selector["matchLabels"].items() <= template["metadata"]["labels"].items()
+
+
+@by_template
+def test_each_server_is_probed_and_bounded(file: str, template: Document) -> None:
+    """Probes of a port that is there, requests and limits, and an image of a fixed version."""
+    (container,) = template["spec"]["containers"]
+    ports = {port["name"] for port in container["ports"]}
+    assert {container[probe]["httpGet"]["port"] for probe in ("startupProbe", "readinessProbe")} <= ports
+    assert {"requests", "limits"} == container["resources"].keys()
+    assert re.fullmatch(r"[a-z./-]+:v?\d+\.\d+\.\d+", container["image"])
+
+
+@by_file
+def test_what_refers_to_one_another_is_there(file: str) -> None:
+    """Services select a template and a port of it; scalers name a workload."""
+    found = documents(file)
+    servers = [template for workload in found for template in templates(workload)]
+    scaled = {(each["apiVersion"], each["kind"], each["metadata"]["name"]) for each in found}
+    accounts = {each["metadata"]["name"] for each in found if each["kind"] == "ServiceAccount"}
+    for document in found:
+        spec = document.get("spec", {})
+        if document["kind"] == "Service":
+            chosen = [
+                each for each in servers if spec["selector"].items() <= each["metadata"]["labels"].items()
+            ]
+            assert 1 == len(chosen)
+            names_of = {port["name"] for port in chosen[0]["spec"]["containers"][0]["ports"]}
+            assert {port["targetPort"] for port in spec["ports"]} <= names_of
+        if (target := spec.get("scaleTargetRef")) is not None:
+            assert (target["apiVersion"], target["kind"], target["name"]) in scaled
+    used = {each["spec"].get("serviceAccountName") for each in servers}
+    assert used - {None} == accounts
+
+
+@by_template
+def test_variables_are_options(file: str, template: Document) -> None:
+    """Each RFORK_* is an option that rfork has, and none is one that the webhook sets."""
+    known = {f"RFORK_{name.upper()}" for name in Settings.model_fields} | {
+        f"RFORK_STORAGE_{name.upper()}" for name in StorageSettings.model_fields
+    }
+    given = {each["name"] for each in template["spec"]["containers"][0].get("env", ())}
+    assert set() == {name for name in given if name.startswith("RFORK_")} - known
+
+
+@by_template
+def test_the_webhook_has_nothing_to_say(file: str, template: Document) -> None:
+    """Each Pod is injected without a note; what comes out is valid, and asks for the load format."""
+    given = pod(template)
+    asked = wanted(given)
+    assert isinstance(asked, Wanted), asked
+    made, notes = mutated(given, asked, HOOK, "http://rfork-planner.rfork.svc:8700")
+    assert () == notes
+    kubernetes_validate.validate(made, VERSION, strict=True)
+    assert made["metadata"]["annotations"][names.INJECTED]
+    container = made["spec"]["containers"][0]
+    assert ["--load-format", "rfork"] == [*container.get("command", ()), *container.get("args", ())][-2:]
+    brought = template["metadata"]["annotations"][names.FILES] == "init"
+    assert brought == bool(made["spec"].get("initContainers"))
+
+
+def test_what_each_example_shows() -> None:
+    """The Pods that come out of the webhook have what the file is about."""
+    pods = {}
+    for file, template in TEMPLATES:
+        asked = wanted(pod(template))
+        assert isinstance(asked, Wanted)
+        made, _ = mutated(pod(template), asked, HOOK, "http://rfork-planner.rfork.svc:8700")
+        pods[file] = made["spec"]
+    environment = {each["name"]: each.get("value") for each in pods["s3-irsa.yaml"]["containers"][0]["env"]}
+    assert "s3://example-models/qwen3-14b/" == environment["RFORK_SNAPSHOT"]
+    assert {"path": "/run/rfork", "type": "DirectoryOrCreate"} in [
+        each.get("hostPath") for each in pods["same-host.yaml"]["volumes"]
+    ]
+    assert pods["rdma.yaml"]["hostNetwork"] is True
+    assert {"add": ["IPC_LOCK"]} == pods["rdma.yaml"]["containers"][0]["securityContext"]["capabilities"]
+    (group,) = (each for _, each in ALL if each["kind"] == "LeaderWorkerSet")
+    servers = [each["spec"]["containers"][0] for each in templates(group)]
+    assert 2 == group["spec"]["leaderWorkerTemplate"]["size"]
+    assert ["4", "4"] == [server["resources"]["limits"]["nvidia.com/gpu"] for server in servers]
+    assert all({"--tp-size=8", "--nnodes=2"} <= set(server["args"]) for server in servers)
+
+
+def test_triggers_are_what_the_scaler_takes() -> None:
+    """Each trigger of KEDA's is one; its model is the one that the Pods report, its port the engine's."""
+    found = documents("vllm-keda.yaml")
+    scaled = next(each for each in found if each["kind"] == "ScaledObject")
+    (template,) = (template for each in found for template in templates(each))
+    asked = wanted(pod(template))
+    assert isinstance(asked, Wanted)
+    triggers = [(each["type"], trigger_of(each["metadata"])) for each in scaled["spec"]["triggers"]]
+    assert [("external-push", "waiting"), ("external", "kv_cache"), ("external", "expected")] == [
+        (kind, trigger.metric) for kind, trigger in triggers
+    ]
+    assert {asked.model} == {trigger.model for _, trigger in triggers}
+    port = template["spec"]["containers"][0]["ports"][0]["containerPort"]
+    assert {port, 0} == {trigger.port for _, trigger in triggers}
+    metadata = [each["metadata"] for each in scaled["spec"]["triggers"]]
+    assert {str} == {type(value) for each in metadata for value in each.values()}
+    addresses = {each["scalerAddress"] for each in metadata}
+    assert {f"rfork-scaler.rfork.svc:{HookSettings().scaler_port}"} == addresses

@@ -1,0 +1,268 @@
+"""The whole loop: scale, mutate, plan, fork, ready, told; with real processes and real bytes.
+
+One test goes through the life of a Deployment: what it costs is the processes that it starts, so it looks at
+all that the installation says and does on the way. The others are about what may be missing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, cast
+
+import httpx
+import pytest
+from lightkube import Client
+from lightkube.models.core_v1 import Container
+from lightkube.resources.apps_v1 import Deployment
+from lightkube.resources.core_v1 import Event, Pod
+from lightkube.resources.rbac_authorization_v1 import ClusterRole, Role
+from prometheus_client.parser import text_string_to_metric_families
+
+from planner.hooks.kubernetes import names
+from tests.kube.control_plane import Call, ControlPlane
+from tests.kube.installation import Installation, installed
+from tests.kube.kubelet import Kubelet
+from tests.kube.test_kubelet import until
+
+SERVER: Final = Path(__file__).with_name("server.py")
+PORT: Final = 18080
+MEBIBYTES: Final = 32
+NODES: Final = {
+    "node-a": {"topology.kubernetes.io/zone": "z1", "topology.kubernetes.io/rack": "r1"},
+    "node-b": {"topology.kubernetes.io/zone": "z1", "topology.kubernetes.io/rack": "r2"},
+}
+
+
+@pytest.fixture
+def fleet(
+    plane: ControlPlane, admin: Client, helm: Path, namespace: str, tmp_path: Path
+) -> Iterator[Installation]:
+    """The chart, with a planner that waits long enough for processes on a busy machine to gather."""
+    with installed(plane, admin, helm, namespace, tmp_path) as made:
+        made.values["planner"]["settings"] = {"gather_s": 30}
+        made.start("planner")
+        yield made
+
+
+def deployment(name: str, replicas: int, command: list[str], **annotations: str) -> Deployment:
+    """One whose Pods run a command, labelled twice; keywords are annotations, `model_name` is model-name."""
+    labels = {"app": name, names.MODEL: name}
+    told = {f"{names.PREFIX}{key.replace('_', '-')}": value for key, value in annotations.items()}
+    container = {
+        "name": "server",
+        "image": "none",
+        "command": command,
+        "readinessProbe": {"httpGet": {"path": "/health", "port": PORT}},
+    }
+    return cast(
+        Deployment,
+        Deployment.from_dict(
+            {
+                "metadata": {"name": name, "labels": labels},
+                "spec": {
+                    "replicas": replicas,
+                    "selector": {"matchLabels": {"app": name}},
+                    "template": {
+                        "metadata": {"labels": labels, "annotations": told},
+                        "spec": {"terminationGracePeriodSeconds": 5, "containers": [container]},
+                    },
+                },
+            }
+        ),
+    )
+
+
+def server(name: str, replicas: int, *, seconds: float = 0.0, **annotations: str) -> Deployment:
+    """One of the servers that fork themselves."""
+    command = [sys.executable, str(SERVER), str(PORT), str(MEBIBYTES), str(seconds)]
+    return deployment(name, replicas, command, engine="pytorch", **annotations)
+
+
+class Watching:
+    """What a test sees of its namespace."""
+
+    def __init__(self, admin: Client, namespace: str) -> None:
+        self._admin, self._namespace = admin, namespace
+
+    def pods(self) -> list[Pod]:
+        """Those that are not about to end."""
+        found = self._admin.list(Pod, namespace=self._namespace)
+        return [pod for pod in found if pod.metadata and not pod.metadata.deletionTimestamp]
+
+    def ready(self) -> list[str]:
+        """Names of the Pods that are Ready."""
+        return [
+            str(pod.metadata.name)
+            for pod in self.pods()
+            if pod.metadata and pod.status
+            for condition in pod.status.conditions or ()
+            if (condition.type, condition.status) == ("Ready", "True")
+        ]
+
+    def annotations(self, app: str) -> list[dict[str, str]]:
+        """Those of the Pods of one Deployment."""
+        metadata = [pod.metadata for pod in self.pods() if pod.metadata]
+        return [each.annotations or {} for each in metadata if (each.labels or {}).get("app") == app]
+
+    def events(self, reason: str) -> list[tuple[str, str]]:
+        """All Events with that reason: the name of what each is about, and its message."""
+        found = self._admin.list(Event, namespace=self._namespace)
+        return [
+            (str(event.involvedObject.name), str(event.message)) for event in found if event.reason == reason
+        ]
+
+    def digests(self) -> set[str]:
+        """What the servers say that their weights are."""
+        found: set[str] = set()
+        for pod in self.pods():
+            address = pod.status.podIP if pod.status else None
+            found.add(httpx.get(f"http://{address}:{PORT}/digest", timeout=10).json()["digest"])
+        return found
+
+
+@pytest.mark.slow
+def test_a_deployment_scales_by_forking(
+    fleet: Installation, plane: ControlPlane, admin: Client, namespace: str, tmp_path: Path
+) -> None:
+    """1 to 4: one plan for three forks, equal bytes, Events; back to 1: the dead are forgotten."""
+    fleet.start("webhook")
+    fleet.start("controller")
+    seen = Watching(admin, namespace)
+    with Kubelet(plane, namespace, tmp_path / "pods", nodes=NODES), fleet.client() as planner:
+        admin.create(server("llama", 1), namespace=namespace)
+        until(lambda: len(seen.ready()) == 1, "the first is not ready")
+        (first,) = seen.ready()
+        assert {"two": 0, "three or four": 0} == planned_together(planner)
+
+        scale(admin, namespace, "llama", 4)
+        until(lambda: len(seen.ready()) == 4, "the others are not ready")
+        assert {"two": 0, "three or four": 1} == planned_together(planner)
+        assert 1 == len(seen.digests())
+
+        annotations = seen.annotations("llama")
+        assert ({"z1"}, {"r1", "r2"}) == (
+            {each[names.ZONE] for each in annotations},
+            {each[names.RACK] for each in annotations},
+        )
+        assert {names.INJECTED} <= set.intersection(*(set(each) for each in annotations))
+        views = planner.get("/v1/instances").json()["items"]
+        assert {f"{namespace}/{pod.metadata.name}" for pod in seen.pods() if pod.metadata} == {
+            view["report"]["placement"]["pod"] for view in views
+        }
+
+        until(lambda: len(seen.events("Forked")) == 3, "three forks are told of")
+        assert all("forked 33.6 MB from" in message for _, message in seen.events("Forked"))
+        assert first not in dict(seen.events("Forked"))
+        assert ("llama", "3 replicas are expected: they fork from 1 seed") in seen.events("ScaleUp")
+        until(lambda: all(cost(pod) for pod in seen.pods()), "each seed has a cost")
+
+        scale(admin, namespace, "llama", 1)
+        until(lambda: len(planner.get("/v1/instances").json()["items"]) == 1, "the dead are forgotten")
+        until(lambda: len(seen.pods()) == 1, "one is left")
+    assert granted(admin, fleet, "controller") - LEADER_WORKER_SETS == called(plane, fleet, "controller")
+    assert granted(admin, fleet, "webhook") == called(plane, fleet, "webhook")
+
+
+def test_pods_start_where_everything_is_away(
+    fleet: Installation, plane: ControlPlane, admin: Client, namespace: str, tmp_path: Path
+) -> None:
+    """Without webhook a Pod starts unchanged, and it is said; without planner the next loads by itself."""
+    fleet.start("controller")
+    fleet.start("webhook")
+    seen = Watching(admin, namespace)
+    fleet.kill("webhook")
+    with Kubelet(plane, namespace, tmp_path / "pods", nodes=NODES):
+        admin.create(deployment("plain", 1, [*ANSWERS, str(PORT)]), namespace=namespace)
+        until(lambda: len(seen.ready()) == 1, "the Pod that nobody changed is not ready")
+        until(lambda: bool(seen.events("NotSeen")), "nobody says that the webhook did not see it")
+        admin.delete(Deployment, "plain", namespace=namespace)
+
+        fleet.start("webhook")
+        fleet.kill("planner")
+        admin.create(server("alone", 1), namespace=namespace)
+        until(lambda: len(seen.ready()) == 1, "the Pod without a planner is not ready")
+        (pod,) = [
+            pod for pod in seen.pods() if (pod.metadata and (pod.metadata.labels or {})["app"] == "alone")
+        ]
+        assert names.INJECTED in ((pod.metadata.annotations or {}) if pod.metadata else {})
+        until(lambda: "alone" in dict(seen.events("PlannerAway")), "nobody says that the planner is away")
+
+
+def test_what_cannot_be_changed_starts_and_is_told(
+    fleet: Installation, plane: ControlPlane, admin: Client, namespace: str, tmp_path: Path
+) -> None:
+    """A command that is no engine's, a shell's, and two engines in one Pod: each Event says what to do."""
+    fleet.start("webhook")
+    fleet.start("controller")
+    seen = Watching(admin, namespace)
+    two = deployment("two", 1, ["vllm", "serve", "m"])
+    containers = two.spec.template.spec.containers if two.spec and two.spec.template.spec else []
+    containers.append(Container(name="other", image="none", command=["sglang", "serve"]))
+    for made in (
+        deployment("unknown", 1, [*ANSWERS, str(PORT)]),
+        deployment("shell", 1, ["sh", "-c", "vllm serve m"]),
+        two,
+    ):
+        admin.create(made, namespace=namespace)
+    until(lambda: len(seen.events("NotInjected")) == 3, "three Pods are told of")
+    said = {name.split("-")[0]: message for name, message in seen.events("NotInjected")}
+    assert (True, True, True) == (
+        "neither vLLM nor SGLang" in said["unknown"],
+        "shell" in said["shell"],
+        names.CONTAINER in said["two"],
+    )
+    assert 3 == len(seen.pods())
+
+
+ANSWERS: Final = [sys.executable, str(Path(__file__).with_name("answers.py"))]
+"""A server that is no engine, and answers everything."""
+LEADER_WORKER_SETS: Final = {
+    ("list", "leaderworkerset.x-k8s.io", "leaderworkersets"),
+    ("watch", "leaderworkerset.x-k8s.io", "leaderworkersets"),
+}
+"""This cluster has none, so they are looked for and not found."""
+
+
+def scale(admin: Client, namespace: str, name: str, replicas: int) -> None:
+    admin.patch(Deployment, name, {"spec": {"replicas": replicas}}, namespace=namespace)
+
+
+def cost(pod: Pod) -> str | None:
+    return (pod.metadata.annotations or {}).get(names.DELETION_COST) if pod.metadata else None
+
+
+def planned_together(planner: httpx.Client) -> dict[str, float]:
+    """How many plans were made so far for two forks, and for three or four."""
+    to = {
+        sample.labels["le"]: sample.value
+        for family in text_string_to_metric_families(planner.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == "rfork_planner_plan_forks_bucket"
+    }
+    return {"two": to["2.0"] - to["1.0"], "three or four": to["4.0"] - to["2.0"]}
+
+
+def granted(admin: Client, fleet: Installation, component: str) -> set[tuple[str, str, str]]:
+    """Verb, API group and resource of each rule that the chart gives to a component."""
+    name = f"{fleet.release}-{component}"
+    rules = [
+        *(admin.get(ClusterRole, name).rules or ()),
+        *(admin.get(Role, name, namespace=fleet.namespace).rules or ()),
+    ]
+    return {
+        (verb, group, resource)
+        for rule in rules
+        for verb in rule.verbs
+        for group in rule.apiGroups or ()
+        for resource in rule.resources or ()
+    }
+
+
+def called(plane: ControlPlane, fleet: Installation, component: str) -> set[tuple[str, str, str]]:
+    """The same of what it has called. A call that was refused is an error here."""
+    calls: list[Call] = plane.calls(fleet.user(component))  # type: ignore[arg-type]
+    refused = [call for call in calls if call.code == 403]
+    assert [] == refused
+    return {(call.verb, call.group, call.resource) for call in calls}

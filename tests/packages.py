@@ -1,0 +1,61 @@
+"""Packages of the environment that runs the tests, taken into folders: an index that needs no network."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from deploy.docker.install import WHEELS, copy_sources
+from deploy.docker.requirements import canonical
+
+
+def closure(wanted: Iterable[str]) -> Iterator[str]:
+    """The names of the packages that requirements bring, as they are installed here."""
+    left, seen = [(Requirement(line), "") for line in wanted], set()
+    while left:
+        requirement, extra = left.pop()
+        name = canonical(requirement.name)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        for extra in sorted(requirement.extras) or [""]:
+            if (name, extra) not in seen:
+                seen.add((name, extra))
+                left += [(Requirement(line), extra) for line in metadata.requires(name) or ()]
+        yield name
+
+
+def copy_packages(wanted: Iterable[str], target: Path) -> None:
+    """Have them in a folder as ``pip install --target`` would."""
+    for name in sorted(set(closure(wanted))):
+        for file in metadata.distribution(name).files or ():
+            if ".." not in file.parts and "__pycache__" not in file.parts:
+                (target / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file.locate(), target / file)
+
+
+def build_wheel(folder: Path) -> Path:
+    """rfork's wheel, by the build backend of this environment."""
+    copy_sources(folder / "sources")
+    subprocess.run(
+        [
+            sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "wheel", "--no-index",
+            "--no-deps", "--no-build-isolation", "--wheel-dir", folder / WHEELS, folder / "sources",
+        ],
+        check=True,
+    )  # fmt: skip
+    (built,) = (folder / WHEELS).glob("rfork-*.whl")
+    return built
+
+
+def bare_python(folder: Path) -> tuple[Path, Path]:
+    """A Python with nothing but its standard library, and the folder where its packages go."""
+    venv.create(folder, with_pip=False)
+    packages = folder / "lib" / "python{}.{}".format(*sys.version_info) / "site-packages"
+    return folder / "bin" / "python", packages

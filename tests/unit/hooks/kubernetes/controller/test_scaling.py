@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+import pytest
+
+from planner.hooks.kubernetes import names
+from planner.hooks.kubernetes.cluster import ObjectRef, PodSeen, WorkloadSeen
+from planner.hooks.kubernetes.controller.scaling import (
+    Coming,
+    Rise,
+    coming,
+    own_names,
+    to_announce,
+    to_withdraw,
+)
+from planner.hooks.kubernetes.controller.scene import Look, scene
+from rfork.wire import ScaleUp
+from tests.unit.hooks.kubernetes.fake_cluster import MODEL, pod, uid, workload
+from tests.unit.hooks.kubernetes.fake_fleet import announced, fork, instance
+
+NOW: Final = 1000.0
+LONGEST: Final = 900.0
+GROUP = "leaderworkerset.sigs.k8s.io/name"
+TOGETHER = {names.REPLICA_PODS: "2"}
+
+DEPLOYMENT = workload(1, 4)
+STATEFUL = workload(1, 4, kind="StatefulSet", template_annotations=TOGETHER)
+LWS = workload(1, 3, kind="LeaderWorkerSet")
+JOB = ObjectRef("Job", "batch/v1", "default", "batch", "the-job")
+READY = 950.0
+
+
+def fresh(number: int, of: WorkloadSeen | None = DEPLOYMENT, **changes: object) -> PodSeen:
+    """A Pod that was made ten seconds ago."""
+    return pod(number, of, **{"created_at": NOW - 10, **changes})  # type: ignore[arg-type]
+
+
+def member(number: int, group: str, **changes: object) -> PodSeen:
+    """A Pod of a group of `LWS`, whose owner is a StatefulSet that nobody watches."""
+    labels = {names.MODEL: MODEL, GROUP: LWS.name, names.LWS_GROUP: group}
+    owner = ObjectRef("StatefulSet", "apps/v1", "default", f"serve-1-{group}", f"of-{group}")
+    return replace(fresh(number, None, **changes), labels=labels, owner=owner)
+
+
+def numbers(found: Mapping[str, Coming]) -> dict[str, int]:
+    return {name: one.scaleup.replicas for name, one in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("workloads", "pods", "known", "expected"),
+    [
+        pytest.param([DEPLOYMENT], [], [], {uid(1): 4}, id="wanted, no Pods yet"),
+        pytest.param([workload(1, 0)], [], [], {}, id="none wanted"),
+        pytest.param([DEPLOYMENT], [fresh(n) for n in (5, 6, 7)], [], {uid(1): 4}, id="some made"),
+        pytest.param([DEPLOYMENT], [fresh(n) for n in (5, 6, 7)], [5, 6], {uid(1): 2}, id="some came"),
+        pytest.param([DEPLOYMENT], [fresh(n) for n in (5, 6, 7, 8)], [5, 6, 7, 8], {}, id="all came"),
+        pytest.param(
+            [DEPLOYMENT], [fresh(n, containers_ready_at=READY) for n in (5, 6, 7, 8)], [], {},
+            id="ready, though the planner does not know them",
+        ),
+        pytest.param(
+            [DEPLOYMENT], [*(fresh(n) for n in (5, 6, 7, 8)), fresh(9, template="77777")], [5, 6, 7, 8],
+            {uid(1): 1}, id="a rolling update's surge",
+        ),
+        pytest.param(
+            [DEPLOYMENT], [*(fresh(n) for n in (5, 6, 7)), fresh(8, deleting=True)], [5, 6, 7, 8],
+            {uid(1): 1}, id="one leaves: another comes",
+        ),
+        pytest.param(
+            [DEPLOYMENT], [*(fresh(n) for n in (5, 6, 7)), fresh(8, phase="Failed")], [5, 6, 7, 8],
+            {uid(1): 1}, id="one was evicted: another comes",
+        ),
+        pytest.param(
+            [DEPLOYMENT], [*(fresh(n) for n in (5, 6, 7)), fresh(8, created_at=NOW - LONGEST)], [5, 6, 7], {},
+            id="pending for too long",
+        ),
+        pytest.param(
+            [DEPLOYMENT], [fresh(n, annotations={names.REFUSED: "why"}) for n in (5, 6, 7, 8)], [], {},
+            id="the webhook left them alone: they never ask",
+        ),
+        pytest.param(
+            [workload(1, 4, template_annotations={names.INJECT: "false"})], [], [], {},
+            id="not to be injected",
+        ),
+        pytest.param([workload(1, 4, deleting=True)], [], [], {}, id="it is deleted"),
+        pytest.param([STATEFUL], [], [], {uid(1): 2}, id="two Pods make a replica"),
+        pytest.param(
+            [STATEFUL], [fresh(n, STATEFUL) for n in (5, 6, 7, 8)], [5], {uid(1): 2}, id="half of one came",
+        ),
+        pytest.param(
+            [STATEFUL], [fresh(n, STATEFUL) for n in (5, 6, 7, 8)], [5, 6], {uid(1): 1}, id="one of two came",
+        ),
+        pytest.param([LWS], [], [], {uid(1): 3}, id="groups"),
+        pytest.param(
+            [LWS], [member(5, "a"), member(6, "a"), member(7, "b")], [], {uid(1): 3}, id="groups with Pods",
+        ),
+        pytest.param(
+            [LWS], [member(5, "a"), member(6, "a"), member(7, "b"), member(8, "b")], [5], {uid(1): 2},
+            id="a rank of a group came",
+        ),
+        pytest.param(
+            [], [fresh(5, None, owner=JOB), fresh(6, None, owner=JOB), fresh(7, None)], [6],
+            {"the-job": 1, uid(7): 1}, id="a Job's Pods, and one that nobody made",
+        ),
+        pytest.param(
+            [], [fresh(n) for n in (5, 6)], [], {f"replicaset-of-{uid(1)}-5d4f8": 2},
+            id="Pods of a Deployment without the label",
+        ),
+    ],
+)  # fmt: skip
+def test_who_is_waited_for(
+    workloads: Sequence[WorkloadSeen], pods: Sequence[PodSeen], known: Sequence[int], expected: dict[str, int]
+) -> None:
+    """Replicas that are wanted and have not asked for their forks, by the UID of what they are of."""
+    look = Look(NOW, tuple(instance(uid(number), "loading", chunks=0) for number in known))
+    seen = scene(NOW, {one.uid: one for one in pods}, {one.uid: one for one in workloads}, look)
+    found, _ = coming(seen, {}, LONGEST)
+    assert expected == numbers(found)
+
+
+def test_a_fork_is_enough_to_have_come() -> None:
+    """An instance that was forgotten has asked for its fork all the same."""
+    pods = {one.uid: one for one in (fresh(5), fresh(6))}
+    look = Look(NOW, forks=(fork(uid(5), "failed"),))
+    found, _ = coming(scene(NOW, pods, {uid(1): workload(1, 2)}, look), {}, LONGEST)
+    assert {uid(1): 1} == numbers(found)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (({names.MODEL: "llama"}, {}), "llama"),
+        (({names.MODEL: "llama"}, {names.MODEL_NAME: "meta/llama"}), "meta/llama"),
+        (({names.MODEL: "llama"}, {names.MODEL_NAME: "two\nlines"}), None),
+        (({}, {}), None),
+    ],
+)
+def test_the_models_name(template: tuple[dict[str, str], dict[str, str]], expected: str | None) -> None:
+    """An annotation of the template goes before the label; what no model is called is not announced."""
+    one = workload(1, 1, template_labels=template[0], template_annotations=template[1])
+    found, _ = coming(scene(NOW, {}, {one.uid: one}), {}, LONGEST)
+    assert ([expected] if expected else []) == [each.scaleup.model for each in found.values()]
+
+
+@pytest.mark.parametrize(
+    ("before", "replicas", "now", "expected"),
+    [
+        (None, 3, NOW, (Rise(3, NOW), 3, 900.0)),
+        (Rise(3, NOW - 100), 3, NOW, (Rise(3, NOW - 100), 3, 800.0)),
+        (Rise(2, NOW - 100), 3, NOW, (Rise(3, NOW), 3, 900.0)),
+        (Rise(5, NOW - 100), 3, NOW, (Rise(3, NOW - 100), 3, 800.0)),
+        (Rise(3, NOW - 899.9), 3, NOW, (Rise(3, NOW - 899.9), 3, 1.0)),
+        (Rise(3, NOW - 900), 3, NOW, (Rise(3, NOW - 900), None, None)),
+        (Rise(3, NOW - 100), 0, NOW, (None, None, None)),
+    ],
+)
+def test_how_long_replicas_without_pods_are_waited_for(
+    before: Rise | None, replicas: int, now: float, expected: tuple[Rise | None, int | None, float | None]
+) -> None:
+    """From the moment that there came to be so many, also if some of them have come since."""
+    one = workload(1, replicas)
+    found, rises = coming(
+        scene(now, {}, {one.uid: one}), {one.uid: before} if before is not None else {}, LONGEST
+    )
+    scaleup = found[one.uid].scaleup if found else None
+    assert expected == (
+        rises.get(one.uid), scaleup.replicas if scaleup else None, scaleup.expires_in_s if scaleup else None,
+    )  # fmt: skip
+
+
+def wanted(replicas: int, model: str = MODEL) -> Coming:
+    return Coming(workload().ref, ScaleUp(scaleup_id="a", model=model, replicas=replicas))
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (None, True),
+        (wanted(3), False),
+        (wanted(2), True),
+        (wanted(3, "other"), True),
+    ],
+)
+def test_only_what_changed_is_announced(told: Coming | None, expected: bool) -> None:
+    """What the planner knows already is not said again."""
+    known = {"a": announced(told.scaleup)} if told is not None else {}
+    assert expected == bool(to_announce({"a": wanted(3)}, known))
+
+
+def test_only_own_names_are_withdrawn() -> None:
+    """What others announced to the same planner is theirs."""
+    told = {
+        name: announced(ScaleUp(scaleup_id=name, model=MODEL, replicas=1)) for name in ("a", "b", "other")
+    }
+    assert ("b",) == to_withdraw({"a": wanted(1)}, told, ("a", "b", "c"))
+
+
+def test_own_names() -> None:
+    """Those of workloads, of who made the Pods, and of Pods that nobody made; of Pods that are gone too."""
+    pods = {uid(5): fresh(5, None, owner=JOB), uid(6): fresh(6, None)}
+    seen = scene(NOW, pods, {uid(1): DEPLOYMENT}, gone={uid(7): fresh(7, None)})
+    assert {uid(1), "the-job", uid(6), uid(7)} == own_names(seen)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.hooks.kubernetes import names
+from planner.hooks.kubernetes.cluster import Listed, ObjectRef, PodSeen, Put, Removed
+from planner.hooks.kubernetes.controller.owners import Owners, pods_of_replica
+from planner.hooks.kubernetes.controller.scene import Look, all_ranks, pod_uid, scene, size
+from planner.hooks.kubernetes.controller.world import GONE_S, Kept
+from rfork.wire import Rank
+from tests.unit.hooks.kubernetes.fake_cluster import pod, uid, workload
+from tests.unit.hooks.kubernetes.fake_fleet import fork, instance
+
+ODD = "static-pod-of-node-1"
+
+
+@pytest.mark.parametrize(
+    ("instance_id", "expected"),
+    [
+        (f"{uid(5)}-target-tp0of1-pp0of1-ep0of1-dp0-00", uid(5)),
+        (f"{uid(9)}-target-tp0of1-pp0of1-ep0of1-dp0-00", None),
+        (f"{ODD}-target-tp0of1-pp0of1-ep0of1-dp0-00", ODD),
+        (uid(5), None),
+        ("nothing", None),
+        ("", None),
+    ],
+)
+def test_whose_an_instance_is(instance_id: str, expected: str | None) -> None:
+    """Its id begins with the UID of its Pod, and a dash."""
+    assert expected == pod_uid(instance_id, {uid(5): pod(5)}, {ODD: pod(6)})
+
+
+def test_instances_and_forks_stand_beside_their_pods() -> None:
+    """Those of Pods that are gone too; the rest are strangers."""
+    views = [instance(uid(5)), instance(uid(5), start="11"), instance(uid(6)), instance(uid(7))]
+    ended = fork(uid(5), "forked")
+    found = scene(1.0, {uid(5): pod(5)}, {}, Look(1.0, tuple(views), (ended,)), gone={uid(6): pod(6)})
+    assert {uid(5): tuple(views[:2]), uid(6): (views[2],)} == found.instances
+    assert {uid(5): (ended,)} == found.forks
+    assert (views[3],) == found.strangers
+
+
+@pytest.mark.parametrize(
+    ("labels", "annotations", "ranks", "expected"),
+    [
+        ({}, {}, [Rank()], True),
+        ({}, {}, [Rank(tp=0, tp_size=2)], False),
+        ({}, {}, [Rank(tp=0, tp_size=2), Rank(tp=0, tp_size=2, dp=1)], False),
+        ({}, {}, [Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2)], True),
+        ({}, {}, [Rank(), Rank(tp=0, tp_size=2, role="draft")], False),
+        ({names.LWS_GROUP: "a"}, {}, [Rank(tp=0, tp_size=2)], True),
+        ({}, {names.REPLICA_PODS: "2"}, [Rank(tp=0, tp_size=2)], True),
+    ],
+)
+def test_whether_all_ranks_of_a_pod_are_there(
+    labels: dict[str, str], annotations: dict[str, str], ranks: list[Rank], expected: bool
+) -> None:
+    """Of a Pod that is a replica by itself; of others nobody can tell."""
+    assert expected == all_ranks(pod(5, labels=labels, annotations=annotations), ranks)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [(15_200_000_000, "15.2 GB"), (2e12, "2.0 TB"), (1_000_000, "1.0 MB"), (0, "0.0 kB")],
+)
+def test_sizes(nbytes: float, expected: str) -> None:
+    """In the units of disks and networks."""
+    assert expected == size(nbytes)
+
+
+DEPLOYMENT = workload(1)
+SET = workload(2, kind="StatefulSet")
+LWS = workload(3, kind="LeaderWorkerSet")
+LWS_LABEL = "leaderworkerset.sigs.k8s.io/name"
+FOREIGN = ObjectRef("StatefulSet", "apps/v1", "default", "serve-3-0", "unknown")
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        (pod(5, DEPLOYMENT), "serve-1"),
+        (pod(5, DEPLOYMENT, namespace="other"), None),
+        (replace(pod(5, DEPLOYMENT), labels={}), None),
+        (pod(5, workload(4)), None),
+        (pod(5, SET), "serve-2"),
+        (pod(5, labels={LWS_LABEL: "serve-3"}, owner=FOREIGN), "serve-3"),
+        (pod(5, labels={LWS_LABEL: "gone"}, owner=FOREIGN), None),
+        (pod(5), None),
+    ],
+)
+def test_whose_a_pod_is(one: PodSeen, expected: str | None) -> None:
+    """A Deployment's by the name of its ReplicaSet, a LeaderWorkerSet's by its label, else by its owner."""
+    found = Owners((DEPLOYMENT, SET, LWS)).of(one)
+    assert expected == (found.name if found else None)
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"), [(None, 1), ("2", 2), ("0", 1), ("-1", 1), ("two", 1), ("²", 1), ("99999", 1)]
+)
+def test_pods_of_a_replica(told: str | None, expected: int) -> None:
+    """What is no number of Pods counts as one."""
+    annotations = {names.REPLICA_PODS: told} if told is not None else {}
+    assert expected == pods_of_replica(workload(1, template_annotations=annotations))
+
+
+def test_what_a_watch_says_is_kept() -> None:
+    """What is not in a new list, or was removed, is gone, and remembered for a while."""
+    kept: Kept[PodSeen] = Kept()
+    before = kept.listed
+    kept.hear(Listed((pod(5), pod(6))), 0.0)
+    kept.hear(Put(pod(7)), 1.0)
+    kept.hear(Removed(pod(7)), 2.0)
+    kept.hear(Listed((pod(6, phase="Running"),)), 3.0)
+    assert (False, True) == (before, kept.listed)
+    assert {uid(6): pod(6, phase="Running")} == kept.items
+    assert {uid(7): (pod(7), 2.0), uid(5): (pod(5), 3.0)} == kept.gone
+    kept.hear(Listed((pod(5),)), 3.0 + GONE_S)
+    assert {uid(6)} == set(kept.gone)
+
+
+def test_a_pod_whose_label_came_back_is_not_gone() -> None:
+    """A watch by label takes a Pod for gone that only lost it."""
+    kept: Kept[PodSeen] = Kept()
+    kept.hear(Listed((pod(5),)), 0.0)
+    kept.hear(Removed(pod(5)), 1.0)
+    kept.hear(Put(pod(5)), 2.0)
+    assert {} == kept.gone

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import pytest
+
+from planner.hooks.kubernetes import names
+from planner.hooks.kubernetes.cluster import PodSeen
+from planner.hooks.kubernetes.controller.scaling import Coming
+from planner.hooks.kubernetes.controller.scene import Look, Scene, scene
+from planner.hooks.kubernetes.controller.telling import decide, ended_before, expected, made_before
+from rfork.wire import ForkView, Placement, Rank, ScaleUp
+from tests.unit.hooks.kubernetes.fake_cluster import MODEL, pod, uid, workload
+from tests.unit.hooks.kubernetes.fake_fleet import announced, fork, instance, instance_id
+
+NOW: Final = 1000.0
+POD = pod(5)
+OLD = pod(5, containers_ready_at=NOW)
+SOURCES = {
+    instance_id(uid(6)): 10_000_000_000, instance_id(uid(7)): 3_000_000_000,
+    instance_id(uid(8)): 2_000_000_000, "a-server": 200_000_000,
+}  # fmt: skip
+LEFT, RIGHT = Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2)
+NO_SEED = ("SourceBusy: all are full", "NoSource: no seed with this layout: 1 holds another")
+S3 = "snapshot s3://models/llama"
+
+
+def seen(forks: Sequence[ForkView] = (), *pods: PodSeen, at: float = NOW) -> Scene:
+    """Pod 6 is there, pod 7 is gone, and pod 8 is another cluster's."""
+    there = {one.uid: one for one in (*(pods or (POD,)), pod(6, containers_ready_at=1.0))}
+    elsewhere = instance(uid(8), placement=Placement(host="x", pod="other/seed"))
+    return scene(NOW, there, {}, Look(at, (elsewhere,), tuple(forks)), gone={uid(7): pod(7)})
+
+
+def told(found: Scene, already: frozenset[str] = frozenset()) -> list[str]:
+    return [f"{one.kind} {one.reason}: {one.message}" for one in decide(found, already)]
+
+
+@pytest.mark.parametrize(
+    ("one", "forks", "expected"),
+    [
+        (POD, [fork(uid(5), chunks=5)], []),
+        (POD, [fork(uid(5), "forked", sources={instance_id(uid(6)): 15_200_000_000})],
+         ["Normal Forked: forked 15.2 GB from pod-6 in 3.1 s, 1 source"]),
+        (POD, [fork(uid(5), "forked", sources=SOURCES)],
+         ["Normal Forked: forked 15.2 GB from pod-6 in 3.1 s, 4 sources"]),
+        (POD, [fork(uid(5), "forked", sources={instance_id(uid(7)): 5})],
+         ["Normal Forked: forked 0.0 kB from pod-7 in 3.1 s, 1 source"]),
+        (POD, [fork(uid(5), "forked", sources={instance_id(uid(8)): 5_000_000})],
+         ["Normal Forked: forked 5.0 MB from other/seed in 3.1 s, 1 source"]),
+        (POD, [fork(uid(5), "forked", sources={"unheard-of": 2_000_000_000_000})],
+         ["Normal Forked: forked 2.0 TB from unheard-of in 3.1 s, 1 source"]),
+        (POD, [fork(uid(5), "forked", sources={"snapshot:s3://m": 15_200_000_000})],
+         ["Normal Loaded: read 15.2 GB from snapshot:s3://m in 3.1 s, for itself and others"]),
+        (POD, [fork(uid(5), "forked")], ["Normal Forked: forked in 3.1 s"]),
+        (POD, [fork(uid(5), "fallback", fallback=S3, reasons=NO_SEED)],
+         [f"Warning FellBack: fell back to {S3}: no seed with this layout: 1 holds another"]),
+        (POD, [fork(uid(5), "fallback")],
+         ["Warning FellBack: fell back to its own loader: no reason was given"]),
+        (POD, [fork(uid(5), "failed", reasons=("its instance fell silent",))],
+         ["Warning ForkFailed: the fork failed: its instance fell silent"]),
+        (POD, [fork(uid(5), "interrupted")], []),
+        # All ranks are one Event: the bytes of all, the seconds of the slowest.
+        (POD, [fork(uid(5), "forked", rank=LEFT, sources={instance_id(uid(6), LEFT): 8_000_000_000}),
+               fork(uid(5), "forked", rank=RIGHT, sources={instance_id(uid(6), RIGHT): 8_000_000_000},
+                    seconds=4.0)],
+         ["Normal Forked: forked 16.0 GB from pod-6 in 4.0 s, 1 source"]),
+        (POD, [fork(uid(5), "forked", rank=LEFT), fork(uid(5), rank=RIGHT, chunks=5)], []),
+        (POD, [fork(uid(5), "forked", rank=LEFT)], []),
+        (POD, [fork(uid(5), "forked", rank=LEFT, age_s=70)], ["Normal Forked: forked in 3.1 s"]),
+        (OLD, [fork(uid(5), "forked", rank=LEFT)], ["Normal Forked: forked in 3.1 s"]),
+        (POD, [fork(uid(5), "forked", rank=LEFT), fork(uid(5), "fallback", rank=RIGHT, fallback=S3)],
+         [f"Warning FellBack: fell back to {S3}: no reason was given (1 of 2 ranks)"]),
+        # A Pod that nobody knows.
+        (POD, [fork(uid(9), "forked")], []),
+    ],
+)  # fmt: skip
+def test_how_a_fork_ended(one: PodSeen, forks: Sequence[ForkView], expected: list[str]) -> None:
+    """One Event for each Pod, once all its ranks are done."""
+    assert expected == told(seen(forks, one))
+
+
+def test_what_had_ended_before_is_not_told() -> None:
+    """A replica that comes to lead tells of the forks that end from its first look on."""
+    ended, running = fork(uid(5), "forked"), fork(uid(6), chunks=5)
+    before = ended_before(Look(NOW, forks=(ended, running)))
+    assert [] == told(seen([ended, running]), before)
+    assert ["Normal Forked: forked in 3.1 s"] == told(seen([ended, fork(uid(6), "forked")]), before)
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        (POD, []),
+        (pod(5, annotations={names.REFUSED: "two containers start an engine"}, created_at=900.0),
+         ["Warning NotInjected: this Pod is left as it was: two containers start an engine"]),
+        (pod(5, annotations={names.INJECTED: "1", names.NOTES: "no IPC\nno hook\n"}, created_at=900.0),
+         ["Warning PartlyInjected: no IPC; no hook"]),
+        (pod(5, annotations={}, created_at=900.0),
+         ["Warning NotSeen: the webhook did not see this Pod: it loads by itself"]),
+        (pod(5, annotations={}, created_at=NOW - 300), []),
+        (pod(5, annotations={names.INJECT: "false"}, created_at=900.0), []),
+        (pod(5, annotations={names.REFUSED: "why"}, created_at=0.0),
+         ["Warning NotInjected: this Pod is left as it was: why"]),
+        (pod(5, annotations={names.REFUSED: "why"}, created_at=900.0, phase="Failed"), []),
+    ],
+)  # fmt: skip
+def test_what_the_webhook_did(one: PodSeen, expected: list[str]) -> None:
+    """Pods that it refused, or could not change wholly, and those that it did not see."""
+    assert expected == told(seen((), one))
+
+
+def test_each_is_told_once() -> None:
+    """What was told is not told again."""
+    refused = pod(9, annotations={names.REFUSED: "why"}, created_at=900.0)
+    found = seen([fork(uid(5), "forked")], POD, refused)
+    keys = frozenset[str]().union(*(one.keys for one in decide(found, frozenset())))
+    assert 2 == len(keys)
+    assert [] == told(found, keys)
+
+
+def test_what_was_made_before_is_not_told() -> None:
+    """A replica that comes to lead tells of Pods that are made from then on."""
+    refused = pod(5, annotations={names.REFUSED: "why"})
+    assert [] == told(seen((), refused), made_before([refused]))
+
+
+def test_a_fork_that_went_on_is_told_again() -> None:
+    """The planner gave it up, but its instance was not dead: that it forked is news."""
+    failed, went_on = fork(uid(5), "failed"), fork(uid(5), "forked")
+    (first,) = decide(seen([failed]), frozenset())
+    assert ["Normal Forked: forked in 3.1 s"] == told(seen([went_on]), first.keys)
+
+
+def test_a_long_reason_is_cut() -> None:
+    """The API server takes 1,024 bytes."""
+    (one,) = told(seen([fork(uid(5), "failed", reasons=("ü" * 900,))]))
+    assert one.endswith("ü…")
+    assert len(one.removeprefix("Warning ForkFailed: ").encode()) in range(998, 1001)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "message"),
+    [
+        (1, "1 replica is expected: they fork from 2 seeds"),
+        (3, "3 replicas are expected: they fork from 2 seeds"),
+    ],
+)
+def test_a_scale_up(replicas: int, message: str) -> None:
+    """Told of the workload, in the planner's words."""
+    scaleup = ScaleUp(scaleup_id="a", model=MODEL, replicas=replicas)
+    one = expected(Coming(workload().ref, scaleup), announced(scaleup))
+    assert ("Deployment", "ScaleUp", message) == (one.about.kind, one.reason, one.message)

@@ -1,0 +1,294 @@
+"""The webhook's answers to the API server."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import jsonpatch
+import pytest
+from hypothesis import HealthCheck, assume, given
+from hypothesis import settings as trying
+from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
+
+from planner.hooks.kubernetes import admission, names
+from planner.hooks.kubernetes.cluster import NodeSeen, Put
+from planner.hooks.kubernetes.mutate import mutated
+from planner.hooks.kubernetes.pods import Wanted, wanted
+from planner.hooks.kubernetes.topology import Topology
+from rfork.settings import HookSettings
+from tests.unit.hooks.kubernetes.documents import (
+    ANY_JSON,
+    PLANNER,
+    SETTINGS,
+    VLLM,
+    Document,
+    container,
+    damaged_pods,
+    hook,
+    labelled_pods,
+    pod,
+)
+
+POD = {"group": "", "version": "v1", "kind": "Pod"}
+BINDING = {"group": "", "version": "v1", "kind": "Binding"}
+
+
+@dataclass
+class Webhook:
+    """The application, and what it tells Prometheus."""
+
+    settings: HookSettings = field(default_factory=hook)
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+
+    def __post_init__(self) -> None:
+        topology = Topology(self.settings)
+        topology.see(Put(NodeSeen("a", {"topology.kubernetes.io/zone": "z1"})))
+        self.app: ASGIApp = admission.admission_app(self.settings, PLANNER, topology, self.registry)
+
+    async def post(self, path: str, body: bytes | object) -> httpx.Response:
+        """Send a body, as JSON if it is not made yet."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.app), base_url="https://webhook"
+        ) as client:
+            return await client.post(path, content=content)
+
+    async def asked(self, path: str, subject: object, **request: object) -> Document:
+        """The response to a review of this object."""
+        answer = await self.post(path, review(subject, **request))
+        assert 200 == answer.status_code
+        document: Document = answer.json()
+        assert ("admission.k8s.io/v1", "AdmissionReview") == (document["apiVersion"], document["kind"])
+        said: Document = document["response"]
+        assert ("u-1", True) == (said["uid"], said["allowed"])
+        return said
+
+    def counted(self) -> dict[tuple[str, str], float]:
+        """Reviews by path and result, those that came."""
+        return {
+            (sample.labels["path"], sample.labels["result"]): sample.value
+            for metric in self.registry.collect()
+            for sample in metric.samples
+            if sample.name == "rfork_webhook_reviews_total" and sample.value
+        }
+
+
+def review(subject: object, **request: object) -> Document:
+    """An AdmissionReview for the CREATE of a Pod, unless told otherwise."""
+    asked = {"uid": "u-1", "kind": POD, "operation": "CREATE", "namespace": "serving", "object": subject}
+    return {
+        "apiVersion": "admission.k8s.io/v1",
+        "kind": "AdmissionReview",
+        "request": {**asked, **request},
+    }
+
+
+def patched(before: Any, said: Mapping[str, Any]) -> Document:
+    """The object after the patch."""
+    assert "JSONPatch" == said["patchType"]
+    after: Document = jsonpatch.apply_patch(before, json.loads(base64.b64decode(said["patch"])))
+    return after
+
+
+async def test_a_labelled_pod_is_injected(caplog: pytest.LogCaptureFixture) -> None:
+    """By a patch that leads to it; a second call has nothing to patch."""
+    webhook = Webhook()
+    with caplog.at_level(logging.INFO):
+        said = await webhook.asked("/mutate", pod(), dryRun=True)
+    made = patched(pod(), said)
+    again = await webhook.asked("/mutate", made)
+    assert [*VLLM, "--load-format", "rfork"] == made["spec"]["containers"][0]["command"]
+    assert ({"uid": "u-1", "allowed": True}, {("mutate", "injected"): 2.0}) == (again, webhook.counted())
+    assert ["pod injected pod=serving/llama-7d9-…"] == [
+        record.getMessage().partition(" model=")[0] for record in caplog.records if "planner" in record.name
+    ]
+
+
+UNTOUCHED: list[tuple[str, object, Document]] = [
+    ("no label", {"metadata": {"name": "x"}, "spec": {}}, {}),
+    ("told to leave it", pod(annotations={names.INJECT: "false"}), {}),
+    ("an update", pod(), {"operation": "UPDATE"}),
+    ("a deletion, which holds no object", None, {"operation": "DELETE"}),
+    ("a subresource", pod(), {"subResource": "ephemeralcontainers"}),
+    ("another kind", pod(), {"kind": {"group": "apps", "version": "v1", "kind": "Deployment"}}),
+    ("no kind", pod(), {"kind": None}),
+    ("a list", [], {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("subject", "request_of_it"), [row[1:] for row in UNTOUCHED], ids=[row[0] for row in UNTOUCHED]
+)
+async def test_what_is_not_ours_is_left_as_it_is(subject: object, request_of_it: Document) -> None:
+    """Allowed, without a patch, a warning or a word in the log."""
+    webhook = Webhook()
+    assert {"uid": "u-1", "allowed": True} == await webhook.asked("/mutate", subject, **request_of_it)
+    assert {("mutate", "untouched"): 1.0} == webhook.counted()
+
+
+async def test_a_pod_that_cannot_be_helped_starts_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    """As annotation, warning and one log line; it is allowed, and else as it was."""
+    webhook = Webhook()
+    before = pod(container(command=["sh", "-c", "vllm serve"]))
+    said = await webhook.asked("/mutate", before)
+    after = patched(before, said)
+    reason = after["metadata"].pop("annotations")[names.REFUSED]
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert (before, {("mutate", "refused"): 1.0}) == (after, webhook.counted())
+    assert reason.startswith("container engine: the command is a shell's (sh)")
+    assert [f"pod not injected pod=serving/llama-7d9-… because={reason}"] == lines
+    assert [f"rfork leaves this Pod as it is: {reason}"[:249] + "…"] == said["warnings"]
+
+
+async def test_files_without_an_image_leave_the_pod_alone() -> None:
+    """The engine would not start with a load format that it does not know."""
+    before = pod(annotations={names.FILES: "init"})
+    after = patched(before, await Webhook().asked("/mutate", before))
+    assert before["spec"] == after["spec"]
+    assert after["metadata"]["annotations"][names.REFUSED].startswith("there is no image of rfork's files")
+
+
+async def test_a_second_engine_that_comes_later_takes_nothing_back() -> None:
+    """A Pod that was changed already gets no word of refusal on top."""
+    made = patched(pod(), await Webhook().asked("/mutate", pod()))
+    made["spec"]["containers"].append(container("b"))
+    assert "patch" not in await Webhook().asked("/mutate", made)
+
+
+async def test_notes_are_warnings() -> None:
+    """Each of them, to whoever creates the Pod."""
+    before = pod(container(env=[{"name": "RFORK_PLANNER", "value": "http://mine"}]))
+    said = await Webhook().asked("/mutate", before)
+    assert ["left as the Pod sets them: RFORK_PLANNER"] == said["warnings"]
+
+
+async def test_a_bug_blocks_no_pod(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever is raised is logged, with the Pod's name; the Pod starts as it was written."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(admission, "mutated", broken)
+    webhook = Webhook()
+    assert {"uid": "u-1", "allowed": True} == await webhook.asked("/mutate", pod(), name="llama-0")
+    assert {("mutate", "failed"): 1.0} == webhook.counted()
+    assert ["review failed: the object is left as it is path=mutate pod=serving/llama-0"] == [
+        record.getMessage() for record in caplog.records
+    ]
+
+
+MALFORMED = [
+    (b"", "it is no JSON (JSONDecodeError)"),
+    (b'"\xff"', "it is no JSON (UnicodeDecodeError)"),
+    (b"[" * 100_000, "it is no JSON (RecursionError)"),
+    (b"[]", "its kind is another"),
+    (b'{"kind": "Pod"}', "its kind is another"),
+    (
+        b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1beta1"}',
+        "its apiVersion is not admission.k8s.io/v1",
+    ),
+    (
+        b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1"}',
+        "it holds no request with a uid",
+    ),
+    (
+        b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {"uid": 1}}',
+        "it holds no request with a uid",
+    ),
+]
+
+
+@pytest.mark.parametrize("path", ["/mutate", "/bind"])
+@pytest.mark.parametrize(("body", "reason"), MALFORMED)
+async def test_what_is_no_review_is_a_bad_request(path: str, body: bytes, reason: str) -> None:
+    """Status 400 with one line, on both paths."""
+    webhook = Webhook()
+    answer = await webhook.post(path, body)
+    assert (400, f"not an AdmissionReview: {reason}\n") == (answer.status_code, answer.text)
+    assert {(path[1:], "malformed"): 1.0} == webhook.counted()
+
+
+async def test_a_body_without_end_is_not_read() -> None:
+    """No review is larger than 16 MiB."""
+    webhook = Webhook()
+    answer = await webhook.post("/mutate", b" " * (admission.MOST_BODY + 1))
+    assert (413, {("other", "malformed"): 1.0}) == (answer.status_code, webhook.counted())
+
+
+async def test_health_is_answered() -> None:
+    """Without a review; other paths are not there."""
+    transport = httpx.ASGITransport(Webhook().app)
+    async with httpx.AsyncClient(transport=transport, base_url="https://webhook") as client:
+        codes = [
+            (await client.get("/healthz")).status_code,
+            (await client.get("/mutate")).status_code,
+            (await client.get("/x")).status_code,
+        ]
+    assert [200, 405, 404] == codes
+
+
+def binding(node: object = "a", **metadata: object) -> Document:
+    """What a scheduler posts."""
+    return {"metadata": {"name": "llama-0", **metadata}, "target": {"kind": "Node", "name": node}}
+
+
+BINDINGS = [
+    (binding(), {names.ZONE: "z1"}),
+    (binding(annotations={}), {names.ZONE: "z1"}),
+    (binding(annotations=None), {names.ZONE: "z1"}),
+    (binding(annotations={"x": "y"}), {"x": "y", names.ZONE: "z1"}),
+    (binding(annotations={names.ZONE: "mine"}), None),
+    (binding("b"), None),
+    (binding(None), None),
+    (binding({}), None),
+    (binding(annotations=["x"]), None),
+    ({}, None),
+    ({"target": {"name": "a"}}, None),
+]
+
+
+@pytest.mark.parametrize(("subject", "expected"), BINDINGS)
+async def test_a_binding_tells_the_pod_of_its_node(
+    subject: Document, expected: dict[str, str] | None
+) -> None:
+    """By annotations, which the API server copies to the Pod; what is set already stays."""
+    said = await Webhook().asked("/bind", subject, kind=BINDING, subResource="binding")
+    if expected is None:
+        assert {"uid": "u-1", "allowed": True} == said
+    else:
+        after = patched(subject, said)
+        assert (expected, subject["target"]) == (after["metadata"]["annotations"], after["target"])
+
+
+@trying(deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(labelled_pods(), SETTINGS)
+async def test_the_patch_leads_to_the_pod_that_is_meant(subject: Document, settings: HookSettings) -> None:
+    """By the rules of RFC 6902, as another implementation of them has it."""
+    subject = json.loads(json.dumps(subject))
+    found = wanted(subject)
+    assume(isinstance(found, Wanted))
+    assert isinstance(found, Wanted)
+    expected, _ = mutated(subject, found, settings, PLANNER)
+    assert expected == patched(subject, await Webhook(settings).asked("/mutate", subject))
+
+
+@trying(deadline=None)
+@given(damaged_pods() | labelled_pods() | ANY_JSON, ANY_JSON)
+async def test_whatever_is_reviewed_is_allowed(subject: object, other: object) -> None:
+    """Any object and any request with a uid: status 200, allowed, and a patch that applies."""
+    webhook = Webhook()
+    subject = json.loads(json.dumps(subject))
+    said = await webhook.asked("/mutate", subject)
+    if "patch" in said:
+        patched(subject, said)
+    await webhook.asked("/bind", subject, kind=BINDING, name=other, namespace=other)
+    await webhook.asked("/mutate", subject, name=other, namespace=other, kind=other)
+    await webhook.asked("/bind", {"metadata": other, "target": subject}, kind=BINDING)
+    assert not [result for _, result in webhook.counted() if result in ("failed", "malformed")]

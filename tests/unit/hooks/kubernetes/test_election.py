@@ -1,0 +1,343 @@
+"""Who leads, and that never two do: candidates on one event loop whose time is the test's."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from planner.hooks.kubernetes.cluster import ClusterUnavailable, Conflict, LeaseSeen
+from planner.hooks.kubernetes.election import Election
+
+LEASE_S = 15.0
+NO_LEASE = LeaseSeen(None, "", 0.0, "")
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop that has no time to lose: where it would wait, its clock jumps."""
+
+    def __init__(self) -> None:
+        super().__init__(_Jumping(self))
+        self.now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+class _Jumping(selectors.DefaultSelector):
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise RuntimeError("everything waits for ever")
+        self._loop.now += timeout
+        return super().select(0)
+
+
+@dataclass
+class Shelf:
+    """An API server with one Lease."""
+
+    lease: LeaseSeen = NO_LEASE
+    writes: int = 0
+    away: set[str] = field(default_factory=set)
+    """Candidates that do not reach it."""
+    silent: set[str] = field(default_factory=set)
+    """Candidates whose calls are done, but never answered."""
+
+    def view(self, name: str) -> View:
+        return View(self, name)
+
+
+@dataclass
+class View:
+    """The API server, as one candidate reaches it."""
+
+    shelf: Shelf
+    candidate: str
+
+    async def read_lease(self, name: str, namespace: str) -> LeaseSeen:
+        await self._reach()
+        return self.shelf.lease
+
+    async def write_lease(
+        self, name: str, namespace: str, holder: str | None, duration_s: float, version: str
+    ) -> LeaseSeen:
+        if self.candidate in self.shelf.away:
+            await self._reach()
+        if version != self.shelf.lease.version:
+            raise Conflict("another version")
+        self.shelf.writes += 1
+        stamp = str(self.shelf.writes)
+        self.shelf.lease = LeaseSeen(holder, stamp, duration_s, stamp)
+        await self._reach()
+        return self.shelf.lease
+
+    async def _reach(self) -> None:
+        await asyncio.sleep(0.01)
+        if self.candidate in self.shelf.away:
+            raise ClusterUnavailable("connection refused")
+        if self.candidate in self.shelf.silent:
+            await asyncio.sleep(1e6)
+
+
+class Candidates:
+    """Those of one test; `history` has each change of who acts, with its time, and two never act at once."""
+
+    def __init__(self) -> None:
+        self.shelf = Shelf()
+        self.elections: dict[str, Election] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.acting: list[str] = []
+        self.most_at_once = 0
+        self.history: list[tuple[str, str]] = []
+        self.times: list[float] = []
+        self.stopped_clocks: dict[str, float] = {}
+
+    def start(self, name: str) -> Election:
+        """Another candidate."""
+        election = Election(
+            self.shelf.view(name), "controller", "rfork", name, LEASE_S, lambda: self._clock(name)
+        )
+        self.elections[name] = election
+        self.tasks[name] = asyncio.create_task(election.lead(lambda: self._act(name)))
+        return election
+
+    async def stop(self, name: str) -> None:
+        """Its orderly end."""
+        self.tasks[name].cancel()
+        await asyncio.gather(self.tasks[name], return_exceptions=True)
+
+    def _clock(self, name: str) -> float:
+        return self.stopped_clocks.get(name, asyncio.get_running_loop().time())
+
+    async def _act(self, name: str) -> None:
+        self._tell(name, "begins")
+        self.acting.append(name)
+        self.most_at_once = max(self.most_at_once, len(self.acting))
+        try:
+            await asyncio.sleep(1e9)
+        finally:
+            self.acting.remove(name)
+            self._tell(name, "ends")
+
+    def _tell(self, name: str, what: str) -> None:
+        self.history.append((name, what))
+        self.times.append(asyncio.get_running_loop().time())
+
+
+Story = Callable[[Candidates], Coroutine[None, None, None]]
+
+
+def play(story: Story) -> Candidates:
+    """Let a story happen, and stop all candidates in order."""
+
+    async def told() -> Candidates:
+        candidates = Candidates()
+        await story(candidates)
+        for name in candidates.tasks:
+            await candidates.stop(name)
+        return candidates
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(told())
+
+
+def test_one_of_two_leads() -> None:
+    """Of two candidates one leads, for as long as it renews, and the other one knows who it is."""
+
+    async def story(candidates: Candidates) -> None:
+        first = candidates.start("a")
+        await asyncio.sleep(1)
+        second = candidates.start("b")
+        await asyncio.sleep(600)
+        assert (True, False) == (first.leads, second.leads)
+        assert first.identity == second.holder
+
+    played = play(story)
+    assert [("a", "begins"), ("a", "ends")] == played.history
+    assert 600 / (LEASE_S / 5) == pytest.approx(played.shelf.writes, rel=0.1)
+
+
+def test_an_orderly_stop_gives_the_lease_up() -> None:
+    """The next candidate leads at its next look, not a Lease's duration later."""
+
+    async def story(candidates: Candidates) -> None:
+        candidates.start("a")
+        await asyncio.sleep(1)
+        candidates.start("b")
+        await asyncio.sleep(30)
+        await candidates.stop("a")
+        await asyncio.sleep(LEASE_S / 3)
+        assert candidates.elections["b"].leads
+
+    played = play(story)
+    assert [("a", "begins"), ("a", "ends"), ("b", "begins"), ("b", "ends")] == played.history
+    assert played.shelf.lease.holder is None
+
+
+def test_a_holder_that_died_is_replaced() -> None:
+    """Who looks at a Lease that nobody renews takes it, after the holder's duration and not before."""
+
+    async def story(candidates: Candidates) -> None:
+        candidates.shelf.lease = LeaseSeen("dead", "1", LEASE_S, "1")
+        candidates.start("b")
+        await asyncio.sleep(LEASE_S * 2)
+
+    played = play(story)
+    assert LEASE_S <= played.times[0] <= LEASE_S + 4
+
+
+@pytest.mark.parametrize("how", ["away", "silent"])
+def test_a_leader_without_api_server_steps_down_first(how: str) -> None:
+    """It stops acting two thirds into its Lease; the other one begins after the whole of it."""
+
+    async def story(candidates: Candidates) -> None:
+        candidates.start("a")
+        await asyncio.sleep(1)
+        candidates.start("b")
+        await asyncio.sleep(60)
+        cut: Mapping[str, set[str]] = {"away": candidates.shelf.away, "silent": candidates.shelf.silent}
+        cut[how].add("a")
+        await asyncio.sleep(60)
+        assert [("a", "begins"), ("a", "ends"), ("b", "begins")] == candidates.history
+        cut[how].clear()
+        await asyncio.sleep(60)
+
+    played = play(story)
+    assert [("a", "begins"), ("a", "ends"), ("b", "begins"), ("b", "ends")] == played.history
+    assert played.times[1] + LEASE_S / 3 - 4 <= played.times[2]
+    assert 1 == played.most_at_once
+
+
+def test_everybody_loses_an_api_server_that_is_away() -> None:
+    """Nobody leads then; once it is back, one does."""
+
+    async def story(candidates: Candidates) -> None:
+        candidates.start("a")
+        candidates.start("b")
+        await asyncio.sleep(30)
+        candidates.shelf.away.update("ab")
+        await asyncio.sleep(LEASE_S)
+        assert [] == candidates.acting
+        candidates.shelf.away.clear()
+        await asyncio.sleep(LEASE_S * 2)
+        assert 1 == len(candidates.acting)
+
+    assert 1 == play(story).most_at_once
+
+
+def test_a_short_outage_changes_nothing() -> None:
+    """A leader that misses a renewal tries again at once, and leads on."""
+
+    async def story(candidates: Candidates) -> None:
+        candidates.start("a")
+        await asyncio.sleep(10)
+        for cut in (candidates.shelf.away, candidates.shelf.silent):
+            cut.add("a")
+            await asyncio.sleep(LEASE_S / 3)
+            cut.clear()
+            await asyncio.sleep(60)
+
+    assert [("a", "begins"), ("a", "ends")] == play(story).history
+
+
+def test_a_renewal_whose_answer_was_lost_is_no_conflict() -> None:
+    """The Lease has another version than the holder knows, but its name: it goes on."""
+
+    async def story(candidates: Candidates) -> None:
+        first = candidates.start("a")
+        await asyncio.sleep(10)
+        candidates.shelf.lease = LeaseSeen(first.identity, "lost", LEASE_S, "lost")
+        await asyncio.sleep(60)
+
+    assert [("a", "begins"), ("a", "ends")] == play(story).history
+
+
+@pytest.mark.parametrize("thief", ["thief", None])
+def test_a_leader_whose_lease_was_taken_ends(thief: str | None) -> None:
+    """A Lease that another one wrote, or emptied, is lost at the next renewal."""
+
+    async def story(candidates: Candidates) -> None:
+        candidates.start("a")
+        await asyncio.sleep(10)
+        candidates.shelf.lease = LeaseSeen(thief, "taken", LEASE_S, "taken")
+        await asyncio.sleep(LEASE_S / 3)
+        assert ("a", "ends") == candidates.history[1]
+
+    play(story)
+
+
+def test_a_holder_whose_clock_stood_still_ends_at_its_next_renewal() -> None:
+    """It believes in its Lease until it is refused, a fifth of the duration later at most."""
+
+    async def story(candidates: Candidates) -> None:
+        candidates.start("a")
+        await asyncio.sleep(10)
+        candidates.stopped_clocks["a"] = 10.0
+        candidates.shelf.lease = LeaseSeen("b", "taken", LEASE_S, "taken")
+        await asyncio.sleep(LEASE_S / 5 + 1)
+        assert [("a", "begins"), ("a", "ends")] == candidates.history
+
+    play(story)
+
+
+def test_a_process_that_slept_does_not_lead_when_it_wakes() -> None:
+    """Its clock went on without it: `leads` is false before any of its timers has run."""
+
+    async def story(candidates: Candidates) -> None:
+        election = candidates.start("a")
+        await asyncio.sleep(10)
+        assert election.leads
+        candidates.stopped_clocks["a"] = 10.0 + LEASE_S
+        assert not election.leads
+
+    play(story)
+
+
+def test_a_deleted_lease_is_not_taken_from_a_holder_that_has_not_noticed() -> None:
+    """Who saw a holder waits out its duration, although there is no Lease any more."""
+
+    async def story(candidates: Candidates) -> None:
+        candidates.shelf.lease = LeaseSeen("other", "1", LEASE_S, "1")
+        candidates.start("b")
+        await asyncio.sleep(4)
+        candidates.shelf.lease = NO_LEASE
+        await asyncio.sleep(LEASE_S * 2)
+
+    played = play(story)
+    assert LEASE_S <= played.times[0] <= LEASE_S + 4
+
+
+def test_many_candidates_and_many_ends() -> None:
+    """Five candidates of which each leader is cut off in turn: never two act, and soon one does again."""
+
+    async def story(candidates: Candidates) -> None:
+        for name in "abcde":
+            candidates.start(name)
+        for _ in range(20):
+            await asyncio.sleep(LEASE_S * 2)
+            (leader,) = candidates.acting
+            candidates.shelf.away = {leader}
+
+    assert 1 == play(story).most_at_once
+
+
+def test_work_that_ends_gives_the_lease_up() -> None:
+    """What `work` raises comes out of `lead`, and the Lease is nobody's."""
+
+    async def fails() -> None:
+        raise RuntimeError("a bug")
+
+    async def story(candidates: Candidates) -> None:
+        election = Election(candidates.shelf.view("a"), "controller", "rfork", "a", LEASE_S)
+        with pytest.raises(RuntimeError, match="a bug"):
+            await election.lead(fails)
+        assert (None, False) == (candidates.shelf.lease.holder, election.leads)
+
+    play(story)

@@ -1,0 +1,409 @@
+"""What becomes of a Pod that asks for rfork."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from hypothesis import HealthCheck, assume, given
+from hypothesis import settings as trying
+
+import rfork
+from planner.hooks.kubernetes import names
+from planner.hooks.kubernetes.mutate import mutated
+from planner.hooks.kubernetes.pods import Wanted, wanted
+from rfork.errors import SettingsError
+from rfork.settings import HookSettings, Settings
+from tests.unit.hooks.kubernetes.documents import (
+    PLANNER,
+    SETTINGS,
+    SGLANG,
+    VLLM,
+    Document,
+    container,
+    defaulted,
+    hook,
+    labelled_pods,
+    pod,
+)
+
+
+def injected(document: Document, **options: object) -> Document:
+    """The Pod after the webhook, which has nothing to say."""
+    made, notes = change(document, hook(**options))
+    assert () == notes
+    return made
+
+
+def change(document: Document, settings: HookSettings) -> tuple[Document, tuple[str, ...]]:
+    """The Pod after the webhook, and its notes."""
+    found = wanted(document)
+    assert isinstance(found, Wanted), found
+    return mutated(document, found, settings, PLANNER)
+
+
+def engine_of(document: Document) -> Document:
+    """The container of the name that `container` gives."""
+    found: Document = next(each for each in document["spec"]["containers"] if each["name"] == "engine")
+    return found
+
+
+def environment_of(document: Document) -> dict[str, Any]:
+    """Its variables: the value, or where it comes from."""
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in engine_of(document)["env"]}
+
+
+def field(path: str) -> Document:
+    """Where a variable comes from, of the Pod."""
+    return {"fieldRef": {"fieldPath": path}}
+
+
+def test_a_pod_of_vllm_word_for_word() -> None:
+    """All that the defaults change; what was given stays as it was."""
+    before = pod()
+    kept = copy.deepcopy(before)
+    after = injected(before)
+    expected = pod(
+        container(
+            command=["vllm", "serve", "org/llama", "--load-format", "rfork"],
+            env=[
+                {"name": "RFORK_PLANNER", "value": PLANNER},
+                {"name": "RFORK_MODEL", "value": "llama"},
+                {"name": "RFORK_REPLICA", "valueFrom": field("metadata.uid")},
+                {"name": "RFORK_POD_NAMESPACE", "valueFrom": field("metadata.namespace")},
+                {"name": "RFORK_POD_NAME", "valueFrom": field("metadata.name")},
+                {"name": "RFORK_POD", "value": "$(RFORK_POD_NAMESPACE)/$(RFORK_POD_NAME)"},
+                {"name": "RFORK_HOST", "valueFrom": field("spec.nodeName")},
+                {"name": "RFORK_BIND", "valueFrom": field("status.podIP")},
+                {"name": "RFORK_ADVERTISE", "valueFrom": field("status.podIP")},
+                {"name": "RFORK_PEER_PORT", "value": "18700"},
+                {"name": "RFORK_HTTP_PORT", "value": "18800"},
+                {"name": "RFORK_PORTS", "value": "64"},
+                {"name": "RFORK_ZONE", "valueFrom": field("metadata.annotations['rfork.dev/zone']")},
+                {"name": "RFORK_RACK", "valueFrom": field("metadata.annotations['rfork.dev/rack']")},
+                {"name": "RFORK_NVLINK", "valueFrom": field("metadata.annotations['rfork.dev/nvlink']")},
+                {
+                    "name": "RFORK_TOKEN",
+                    "valueFrom": {
+                        "secretKeyRef": {"name": "rfork-instance", "key": "token", "optional": True}
+                    },
+                },
+                {"name": "RFORK_DRAIN_S", "value": "0"},
+            ],
+            lifecycle={"preStop": {"exec": {"command": ["rfork", "drain", "--own", "--wait", "60"]}}},
+        ),
+        annotations={names.INJECTED: rfork.__version__},
+        readinessGates=[{"conditionType": "rfork.dev/weights-ready"}],
+        terminationGracePeriodSeconds=90,
+    )
+    assert (expected, kept) == (after, before)
+
+
+@pytest.mark.parametrize(
+    ("given_words", "expected"),
+    [
+        ({"command": VLLM}, {"command": [*VLLM, "--load-format", "rfork"]}),
+        ({"command": VLLM, "args": ["--x"]}, {"command": VLLM, "args": ["--x", "--load-format", "rfork"]}),
+        ({"command": VLLM, "args": []}, {"command": [*VLLM, "--load-format", "rfork"], "args": []}),
+        ({"args": SGLANG}, {"args": [*SGLANG, "--load-format", "rfork"]}),
+        (
+            {"args": ["--model", "m"], "image": "vllm/vllm-openai:v1"},
+            {"args": ["--model", "m", "--load-format", "rfork"]},
+        ),
+        ({"command": [*VLLM, "--load-format=rfork"]}, {"command": [*VLLM, "--load-format=rfork"]}),
+    ],
+)
+def test_the_load_format_is_the_last_argument(given_words: Document, expected: Document) -> None:
+    """Of `args`, or of the command where there are none; once."""
+    made = engine_of(injected(pod(container(**given_words))))
+    assert expected == {key: made[key] for key in ("command", "args") if key in made}
+
+
+def test_pytorch_gets_the_environment_alone() -> None:
+    """Its command stays; it drains, and is ready once its weights are."""
+    made = injected(pod(container(command=["sh", "-c", "x"]), annotations={names.ENGINE: "pytorch"}))
+    assert ["sh", "-c", "x"] == engine_of(made)["command"]
+    assert PLANNER == environment_of(made)["RFORK_PLANNER"]
+
+
+def test_what_is_annotated_goes_before_settings() -> None:
+    """Snapshot, required, same-host, files and the seconds of the drain."""
+    annotations = {
+        names.MODEL_NAME: "org/$(x)", names.SNAPSHOT: "s3://b/$(MODEL)", names.REQUIRED: "true",
+        names.SAME_HOST: "true", names.FILES: "none", names.DRAIN_S: "1.5",
+    }  # fmt: skip
+    made = injected(
+        pod(annotations=annotations, terminationGracePeriodSeconds=10), files="init", same_host=False
+    )
+    seen = environment_of(made)
+    expected = ("org/$$(x)", "s3://b/$(MODEL)", "1", "/run/rfork", 12, "1.5")
+    assert expected == (
+        *(seen[f"RFORK_{name}"] for name in ("MODEL", "SNAPSHOT", "REQUIRED", "LOCAL_SOCKETS")),
+        made["spec"]["terminationGracePeriodSeconds"],
+        engine_of(made)["lifecycle"]["preStop"]["exec"]["command"][-1],
+    )
+    assert ("initContainers" in made["spec"], "PYTHONPATH" in seen) == (False, False)
+
+
+def test_nothing_drains_where_no_time_is_given() -> None:
+    """Then the server waits for its readers itself, in the time that it had."""
+    made = injected(pod(), drain_s=0)
+    assert (False, False, False) == (
+        "lifecycle" in engine_of(made),
+        "RFORK_DRAIN_S" in environment_of(made),
+        "terminationGracePeriodSeconds" in made["spec"],
+    )
+
+
+def test_files_by_an_init_container() -> None:
+    """It copies them as nobody in particular, into a volume that Python finds them in."""
+    made = injected(pod(container(env=[{"name": "PYTHONPATH", "value": "/app"}])), files="init")
+    small = {"cpu": "100m", "memory": "64Mi"}
+    expected = {
+        "name": "rfork-files",
+        "image": "registry/rfork:1",
+        "command": ["cp", "-R", "/opt/rfork/files/.", "/target"],
+        "resources": {"requests": small, "limits": small},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+            "runAsNonRoot": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "volumeMounts": [{"name": "rfork-files", "mountPath": "/target"}],
+    }
+    assert [expected] == made["spec"]["initContainers"]
+    assert [{"name": "rfork-files", "emptyDir": {}}] == made["spec"]["volumes"]
+    assert [{"name": "rfork-files", "mountPath": "/opt/rfork"}] == engine_of(made)["volumeMounts"]
+    assert "/opt/rfork/path:/app" == environment_of(made)["PYTHONPATH"]
+    assert ["/bin/sh", "/opt/rfork/bin/rfork", "drain", "--own", "--wait", "60"] == (
+        engine_of(made)["lifecycle"]["preStop"]["exec"]["command"]
+    )
+
+
+def test_files_by_an_image_volume() -> None:
+    """The whole image, read-only: its files lie where they lie in it."""
+    made = injected(pod(), files="image")
+    assert [{"name": "rfork-files", "image": {"reference": "registry/rfork:1"}}] == made["spec"]["volumes"]
+    assert [{"name": "rfork-files", "mountPath": "/opt/rfork", "readOnly": True}] == engine_of(made)[
+        "volumeMounts"
+    ]
+    assert "/opt/rfork/opt/rfork/files/path" == environment_of(made)["PYTHONPATH"]
+    assert "initContainers" not in made["spec"]
+
+
+def test_a_pod_that_runs_as_root_copies_as_another() -> None:
+    """Or the kubelet would refuse a container that must not be root."""
+    made = injected(pod(securityContext={"runAsUser": 0}), files="init")
+    assert 65532 == made["spec"]["initContainers"][0]["securityContext"]["runAsUser"]
+
+
+def test_files_without_an_image_are_refused() -> None:
+    """The engine would not start: it does not know the load format."""
+    with pytest.raises(SettingsError, match="no image of rfork's files"):
+        change(pod(annotations={names.FILES: "init"}), hook())
+
+
+@pytest.mark.parametrize(
+    ("given_variable", "expected"),
+    [
+        ({"name": "PYTHONPATH"}, [{"name": "PYTHONPATH", "value": "/opt/rfork/path"}]),
+        (
+            {"name": "PYTHONPATH", "value": "$(A):/b"},
+            [{"name": "PYTHONPATH", "value": "/opt/rfork/path:$(A):/b"}],
+        ),
+        (
+            {"name": "PYTHONPATH", "value": "/a:/opt/rfork/path"},
+            [{"name": "PYTHONPATH", "value": "/a:/opt/rfork/path"}],
+        ),
+        (
+            {"name": "PYTHONPATH", "valueFrom": {"configMapKeyRef": {"name": "m", "key": "k"}}},
+            [
+                {"name": "RFORK_OWN_PYTHONPATH", "valueFrom": {"configMapKeyRef": {"name": "m", "key": "k"}}},
+                {"name": "PYTHONPATH", "value": "/opt/rfork/path:$(RFORK_OWN_PYTHONPATH)"},
+            ],
+        ),
+    ],
+)
+def test_pythons_path_goes_on(given_variable: Document, expected: list[Document]) -> None:
+    """Behind rfork's files; from elsewhere it is referred to."""
+    made, _ = change(pod(container(env=[given_variable])), hook(files="init"))
+    assert expected == [each for each in engine_of(made)["env"] if "PYTHONPATH" in each["name"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "expected"),
+    [
+        (VLLM, {"name": "VLLM_PLUGINS", "value": "lora"}, "lora,rfork"),
+        (VLLM, {"name": "VLLM_PLUGINS"}, "rfork"),
+        (VLLM, {"name": "VLLM_PLUGINS", "value": "rfork,lora"}, "rfork,lora"),
+        (VLLM, {"name": "SGLANG_PLUGINS", "value": "lora"}, "lora"),
+        (SGLANG, {"name": "SGLANG_PLUGINS", "value": "lora"}, "lora,rfork"),
+        (SGLANG, {"name": "SGLANG_PLUGINS", "value": ""}, ""),
+    ],
+)
+def test_plugin_lists_let_rfork_through(words: list[str], variable: Document, expected: str) -> None:
+    """The engine's own, as it reads it."""
+    made = injected(pod(container(command=words, env=[variable])))
+    assert expected == environment_of(made)[variable["name"]]
+
+
+def test_tls_between_instances() -> None:
+    """The Secret's three files; a Pod without the Secret starts all the same."""
+    made = injected(pod(), ca_secret="mtls")
+    seen = environment_of(made)
+    assert ["/etc/rfork/tls/tls.crt", "/etc/rfork/tls/tls.key", "/etc/rfork/tls/ca.crt"] == [
+        seen[f"RFORK_TLS_{name}"] for name in ("CERTIFICATE", "KEY", "CA")
+    ]
+    assert [{"name": "rfork-tls", "secret": {"secretName": "mtls", "optional": True}}] == made["spec"][
+        "volumes"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "setting", "spec", "expected"),
+    [
+        (None, True, {}, (True, None, None)),
+        (None, False, {}, (False, None, None)),
+        ("false", True, {}, (False, None, None)),
+        ("true", False, {}, (True, None, None)),
+        ("ipc", False, {}, (True, True, True)),
+        ("ipc", False, {"hostUsers": False}, (True, None, None)),
+        ("ipc", False, {"shareProcessNamespace": True}, (True, None, None)),
+    ],
+)
+def test_same_host(said: str | None, setting: bool, spec: Document, expected: tuple[bool, Any, Any]) -> None:
+    """Sockets by setting or annotation; host namespaces by annotation alone, where the Pod allows them."""
+    document = pod(annotations={} if said is None else {names.SAME_HOST: said}, **spec)
+    made, notes = change(document, hook(same_host=setting))
+    path = {"path": "/run/rfork", "type": "DirectoryOrCreate"}
+    sockets = [{"name": "rfork-sockets", "hostPath": path}] == made["spec"].get("volumes")
+    assert expected == (sockets, made["spec"].get("hostIPC"), made["spec"].get("hostPID"))
+    assert bool(spec) == bool(notes)
+
+
+def test_what_a_user_set_stays_and_is_told() -> None:
+    """Variables, preStop, gates and volumes; one that says the same as ours is nothing to tell."""
+    before = pod(
+        container(
+            env=[
+                {"name": "RFORK_HOST", "valueFrom": field("spec.nodeName")},
+                {"name": "RFORK_PLANNER", "value": "http://mine"},
+                {"name": "RFORK_REPLICA", "value": "mine"},
+                {"name": "VLLM_PLUGINS", "valueFrom": {"configMapKeyRef": {"name": "m", "key": "k"}}},
+            ],
+            lifecycle={"preStop": {"exec": {"command": ["sleep", "5"]}}},
+            volumeMounts=[{"name": "mine", "mountPath": "/opt/rfork/"}],
+        ),
+        readinessGates=[{"conditionType": names.WEIGHTS_READY}],
+        volumes=[{"name": "mine", "emptyDir": {}}, {"name": "rfork-sockets", "emptyDir": {}}],
+        terminationGracePeriodSeconds=600,
+    )
+    after, notes = change(before, hook(files="init", same_host=True))
+    kept = ("lifecycle", "readinessGates", "terminationGracePeriodSeconds")
+    assert [before["spec"].get(key) for key in kept] == [after["spec"].get(key) for key in kept]
+    assert before["spec"]["volumes"] == after["spec"]["volumes"]
+    assert engine_of(before)["env"] == engine_of(after)["env"][:4]
+    assert engine_of(before)["lifecycle"] == engine_of(after)["lifecycle"]
+    assert ("initContainers" in after["spec"], "RFORK_DRAIN_S" in environment_of(after)) == (False, False)
+    expected = (
+        "what the container mounts at /opt/rfork is used as it is",
+        "container engine has a preStop hook of its own: have it call `rfork drain --own`, or readers are "
+        "waited for only as the server ends",
+        "the Pod's own volume rfork-sockets is used as it is",
+        "left as the Pod sets them: RFORK_PLANNER, RFORK_REPLICA",
+        "with an RFORK_REPLICA of its own the Pod's instances are not known as this Pod's",
+        "VLLM_PLUGINS is set from elsewhere: it has to name rfork",
+    )
+    assert (expected, "\n".join(expected)) == (notes, after["metadata"]["annotations"][names.NOTES])
+
+
+def test_the_grace_period_grows_by_the_drain_once() -> None:
+    """What the server had to end in is left to it, also when the webhook is called again."""
+    once = injected(pod(terminationGracePeriodSeconds=600))
+    again = injected(defaulted(once))
+    assert (660, 660) == tuple(each["spec"]["terminationGracePeriodSeconds"] for each in (once, again))
+
+
+def test_a_refusal_of_before_is_taken_back() -> None:
+    """A Pod that was copied from one that could not be helped, and mended."""
+    made = injected(pod(annotations={names.REFUSED: "no", names.NOTES: "stale"}))
+    assert {names.INJECTED: rfork.__version__} == made["metadata"]["annotations"]
+
+
+def test_each_variable_is_one_that_rfork_reads() -> None:
+    """Settings take them as they come: no name is misspelt, no value refused."""
+    annotations = {names.SNAPSHOT: "s3://b/m", names.REQUIRED: "true"}
+    made = injected(pod(annotations=annotations), ca_secret="tls", same_host=True)
+    known = {f"RFORK_{name}".upper() for name in Settings.model_fields}
+    helpers = {"RFORK_POD_NAMESPACE", "RFORK_POD_NAME"}
+    tls = {"RFORK_TLS_CERTIFICATE", "RFORK_TLS_KEY", "RFORK_TLS_CA"}
+    assert set() == set(environment_of(made)) - known - helpers - tls
+
+
+@pytest.mark.parametrize(
+    ("version", "files"),
+    [("1.37", "none"), ("1.37", "init"), ("1.37", "image"), ("1.25", "init"), ("1.25", "none")],
+)
+@pytest.mark.parametrize("engine", [VLLM, SGLANG])
+def test_the_schemas_know_all_of_it(version: str, files: str, engine: list[str]) -> None:
+    """Of the newest Kubernetes, and, without an image volume, of the oldest that there are schemas for."""
+    annotations = {names.SAME_HOST: "ipc", names.SNAPSHOT: "s3://b/m", names.REQUIRED: "true"}
+    document = pod(container(command=engine), {"name": "b", "image": "b"}, annotations=annotations)
+    made = injected(document, files=files, ca_secret="mtls")
+    assert version == kubernetes_validate.validate(made, version, strict=True)
+
+
+def meddled(document: Document) -> Document:
+    """After another webhook: defaults, a sidecar, variables, mounts, an init container, a label."""
+    made = defaulted(copy.deepcopy(document))
+    spec = made["spec"]
+    for key in ("containers", "initContainers", "volumes"):
+        spec[key] = spec.get(key) or []
+    for each in spec["containers"]:
+        each["env"] = [{"name": "FIRST", "value": "1"}, *(each.get("env") or []), {"name": "LAST"}]
+        each["volumeMounts"] = [*(each.get("volumeMounts") or []), {"name": "mesh", "mountPath": "/mesh"}]
+    spec["containers"].insert(0, {"name": "mesh", "image": "mesh:1", "args": ["proxy"]})
+    spec["initContainers"].insert(0, {"name": "mesh-init", "image": "mesh:1"})
+    spec["volumes"].insert(0, {"name": "mesh", "emptyDir": {}})
+    made["metadata"]["labels"]["mesh"] = "on"
+    made["metadata"]["annotations"]["kubectl.kubernetes.io/default-container"] = "engine"
+    return made
+
+
+@pytest.mark.parametrize("files", ["none", "init", "image"])
+@pytest.mark.parametrize(
+    "document",
+    [
+        pod(),
+        pod(container(image="vllm/vllm-openai:v1", args=["m"])),
+        pod(container(args=["m"]), annotations={names.ENGINE: "sglang", names.SAME_HOST: "ipc"}),
+        pod(container(env=[{"name": "RFORK_MODEL", "value": "x"}, {"name": "PYTHONPATH", "value": "/a"}])),
+        pod(container(lifecycle={"preStop": {"exec": {"command": ["sleep", "1"]}}})),
+    ],
+)
+def test_a_second_call_changes_nothing(document: Document, files: str) -> None:
+    """Also after another webhook, and after the API server's own defaults."""
+    settings = hook(files=files, ca_secret="mtls", same_host=True)
+    between = meddled(change(document, settings)[0])
+    assert (between, ()) == change(between, settings)
+
+
+@trying(suppress_health_check=[HealthCheck.filter_too_much], deadline=None)
+@given(labelled_pods(), SETTINGS)
+def test_twice_is_once(document: Document, settings: HookSettings) -> None:
+    """For any Pod that can be helped; the Pod itself stays as it was."""
+    document = json.loads(json.dumps(document))  # in which no list stands in two places
+    found = wanted(document)
+    assume(isinstance(found, Wanted))
+    assert isinstance(found, Wanted)
+    kept = copy.deepcopy(document)
+    once, _ = mutated(document, found, settings, PLANNER)
+    again = wanted(once)
+    assert isinstance(again, Wanted), again
+    twice, notes = mutated(once, again, settings, PLANNER)
+    assert (kept, once, ()) == (document, twice, notes)

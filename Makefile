@@ -53,7 +53,7 @@ test-kube: venv ## the chart, and the hooks on a real API server (KUBEBUILDER_AS
 	    test -x "$(KUBEBUILDER_ASSETS)/$$name" && continue; \
 	    echo "KUBEBUILDER_ASSETS ('$(KUBEBUILDER_ASSETS)') has no $$name: all tests with an API server are skipped."; \
 	    echo "   setup-envtest use -p path      (go install sigs.k8s.io/controller-runtime/tools/setup-envtest@latest)"; \
-	    echo "makes such a folder, without kube-controller-manager: take that from https://dl.k8s.io/, same version."; \
+	    echo "makes such a folder, but without kube-controller-manager: that is in Kubernetes's releases."; \
 	    break; \
 	done
 	$(PYTEST) -m kube tests/kube $(TESTS)

@@ -101,6 +101,11 @@ class Installation:
             process.wait()
         self._processes.clear()
 
+    def cpu_s(self, name: str) -> float:
+        """The CPU seconds that a process has used."""
+        fields = Path(f"/proc/{self._processes[name].pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def log(self, name: str) -> str:
         """What a process has written."""
         return (self.folder / f"{name}.log").read_text(errors="replace")

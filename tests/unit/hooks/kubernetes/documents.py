@@ -169,6 +169,7 @@ def damaged_pods(draw: st.DrawFn) -> object:
 
 SETTINGS = st.builds(
     hook,
+    image=st.just("registry/rfork:1"),
     files=st.sampled_from(["none", "init", "image"]),
     ca_secret=st.sampled_from(["", "rfork-tls"]),
     readiness_gate=st.booleans(),

@@ -1,0 +1,281 @@
+"""What does the webhook add to the creation of 500 Pods at once, and what do 500 forks cost the planner?
+
+A real kube-apiserver and etcd (KUBEBUILDER_ASSETS), the chart installed by real helm (RFORK_TEST_HELM), and
+its planner, webhook and controller as processes beside them, all on this machine. Pods are created by this
+process over 32 connections, as fast as they are answered: with the label, so that the API server asks the
+webhook, and without, interleaved. No Pod starts: there is no kubelet.
+
+- "Pods, labelled" and "Pods, plain": p50 and p99 of one creation, and seconds until all are there. "webhook"
+  is within what bound the API server waited for 99 of 100 answers of the webhook, by its own histogram.
+- "forks": each labelled Pod asks for its fork, all at once; a scale-up of so many was announced. p50 and p99
+  of one answer, which is given when the last has asked; "CPU s" is the planner's own, "plans" into how many
+  plans they came.
+
+`admission_p99_ms` is the median over rounds of p99 with the label less p99 without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+from lightkube import Client, KubeConfig
+from lightkube.models.meta_v1 import ObjectMeta
+from lightkube.resources.core_v1 import Namespace
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks import harness
+from planner.hooks.kubernetes import names
+from rfork.errors import RforkError
+from rfork.wire import ForkRequest, InstanceReport, Placement, ScaleUp
+from tests.kube.control_plane import ControlPlane, control_plane
+from tests.kube.installation import Installation, installed
+
+PODS, QUICK_PODS = 500, 100
+CONNECTIONS: Final = 32
+HEX: Final = "0" * 32
+CHUNKS: Final = 64
+SEED: Final = InstanceReport(
+    instance_id="seed",
+    model="burst",
+    layout_id=HEX,
+    weights_id=HEX,
+    image_bytes=CHUNKS << 20,
+    chunk_count=CHUNKS,
+    state="serving",
+    verified=((0, CHUNKS),),
+    address="10.0.0.1:18700",
+    transports=("http",),
+    placement=Placement(host="seed"),
+)
+
+
+@dataclass
+class Round:
+    """What one contender took in one round."""
+
+    latencies: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+    plans: float = 0.0
+
+    @property
+    def p50_ms(self) -> float:
+        """Of one call."""
+        return statistics.median(self.latencies) * 1e3
+
+    @property
+    def p99_ms(self) -> float:
+        """Of one call."""
+        return statistics.quantiles(self.latencies, n=100)[98] * 1e3
+
+
+def main() -> None:
+    """Measure, print, and write what was asked for."""
+    options = harness.options("admission", __doc__)
+    harness.heed_sigterm()
+    count = QUICK_PODS if options.quick else PODS
+    rounds: dict[str, list[Round]] = {"Pods, labelled": [], "Pods, plain": [], "forks": []}
+    with tempfile.TemporaryDirectory(prefix="rfork-admission-") as folder, ExitStack() as stack:
+        plane = stack.enter_context(control_plane(Path(folder, "plane")))
+        admin = Client(KubeConfig.from_file(plane.kubeconfig), trust_env=False)
+        admin.create(Namespace(metadata=ObjectMeta(name="burst")))
+        helm = Path(os.environ.get("RFORK_TEST_HELM", "helm"))
+        fleet = stack.enter_context(installed(plane, admin, helm, "burst", Path(folder)))
+        fleet.values["planner"]["settings"] = {"gather_s": 5}
+        fleet.start("planner")
+        fleet.start("webhook")
+        fleet.start("controller")
+        for number in range(options.rounds):
+            print(f"round {number + 1}/{options.rounds}", file=sys.stderr)
+            order = ["Pods, labelled", "Pods, plain"]
+            for name in order if number % 2 == 0 else order[::-1]:
+                labelled = name == "Pods, labelled"
+                made, uids = asyncio.run(_create(plane, count, labelled=labelled))
+                rounds[name].append(made)
+                if labelled:
+                    rounds["forks"].append(asyncio.run(_fork(fleet, uids)))
+                asyncio.run(_delete(plane))
+        waited = asyncio.run(_webhook_p99(plane))
+    rows = [_row(name, made, count) for name, made in rounds.items()]
+    rows[0] = {**rows[0], "webhook": waited}
+    added = [
+        one.p99_ms - other.p99_ms
+        for one, other in zip(rounds["Pods, labelled"], rounds["Pods, plain"], strict=True)
+    ]
+    harness.publish(
+        options,
+        settings={"pods": count, "connections": CONNECTIONS},
+        rows=rows,
+        figures={"admission_p99_ms": statistics.median(added), "fork_plans": float(rows[2]["plans"] or 0)},
+        plot=("contender", "p99 ms"),
+    )
+
+
+def _row(name: str, made: Sequence[Round], count: int) -> harness.Row:
+    def middle(of: Callable[[Round], float]) -> float:
+        return statistics.median(of(each) for each in made)
+
+    row: dict[str, harness.Value] = {
+        "contender": f"{count} {name}",
+        "p50 ms": middle(lambda each: each.p50_ms),
+        "p99 ms": middle(lambda each: each.p99_ms),
+        "all s": middle(lambda each: each.seconds),
+        "runs": len(made),
+    }
+    if name == "forks":
+        row |= {"CPU s": middle(lambda each: each.cpu_s), "plans": middle(lambda each: each.plans)}
+    return row
+
+
+async def _together(calls: Sequence[Callable[[], Awaitable[httpx.Response]]]) -> tuple[Round, list[Any]]:
+    """All calls, `CONNECTIONS` at a time; how long each took. Raises RforkError where one is refused."""
+    made, answers, waiting = Round(), [], list(reversed(calls))
+
+    async def work() -> None:
+        while waiting:
+            call = waiting.pop()
+            began = time.perf_counter()
+            answer = await call()
+            made.latencies.append(time.perf_counter() - began)
+            if answer.is_error:
+                raise RforkError(f"{answer.request.url}: {answer.status_code} {answer.text[:300]}")
+            answers.append(answer.json())
+
+    began = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(CONNECTIONS)))
+    made.seconds = time.perf_counter() - began
+    return made, answers
+
+
+async def _create(plane: ControlPlane, count: int, *, labelled: bool) -> tuple[Round, list[str]]:
+    labels = {names.MODEL: "burst"} if labelled else {}
+    container = {"name": "server", "image": "none", "command": ["vllm", "serve", "model", "--port", "8000"]}
+    pod = {"metadata": {"generateName": "burst-", "labels": labels}, "spec": {"containers": [container]}}
+    async with _api(plane) as api:
+        post = "/api/v1/namespaces/burst/pods"
+        made, pods = await _together([lambda: api.post(post, json=pod) for _ in range(count)])
+    changed = sum(names.INJECTED in (each["metadata"].get("annotations") or {}) for each in pods)
+    if changed != (count if labelled else 0):
+        raise RforkError(
+            f"of {count} Pods {'with' if labelled else 'without'} the label {changed} were changed"
+        )
+    return made, [each["metadata"]["uid"] for each in pods]
+
+
+async def _fork(fleet: Installation, uids: Sequence[str]) -> Round:
+    """Each Pod asks for its fork; the planner forgets all of them at the end."""
+    token = fleet.secret(f"{fleet.release}-planner", "operator-token")
+    headers = {"Authorization": f"Bearer {token}"}
+    limits = httpx.Limits(max_connections=len(uids))
+    async with httpx.AsyncClient(
+        base_url=fleet.planner, headers=headers, trust_env=False, timeout=60, limits=limits
+    ) as planner:
+        before, cpu_s = await _plans(planner), fleet.cpu_s("planner")
+        (await planner.put("/v1/instances/seed", json=SEED.model_dump(mode="json"))).raise_for_status()
+        scaleup = ScaleUp(scaleup_id="burst", model="burst", replicas=len(uids))
+        (await planner.post("/v1/scaleups", json=scaleup.model_dump(mode="json"))).raise_for_status()
+        asks = [_ask(planner, uid) for uid in uids]
+        began = time.perf_counter()
+        made = Round(latencies=await asyncio.gather(*asks))
+        made.seconds = time.perf_counter() - began
+        made.cpu_s, made.plans = fleet.cpu_s("planner") - cpu_s, await _plans(planner) - before
+        await _together([_removal(planner, uid) for uid in uids])
+        (await planner.delete("/v1/scaleups/burst")).raise_for_status()
+    return made
+
+
+async def _ask(planner: httpx.AsyncClient, uid: str) -> float:
+    target = SEED.model_copy(
+        update={
+            "instance_id": f"{uid}-target-tp0of1-pp0of1-ep0of1-dp0-00000000",
+            "weights_id": None,
+            "state": "loading",
+            "verified": (),
+            "placement": Placement(host=uid),
+        }
+    )
+    request = ForkRequest(fork_id=uid, instance=target)
+    began = time.perf_counter()
+    answer = await planner.post("/v1/forks", json=request.model_dump(mode="json"))
+    if answer.is_error or not answer.json()["routes"]:
+        raise RforkError(f"no plan: {answer.status_code} {answer.text[:300]}")
+    return time.perf_counter() - began
+
+
+def _removal(planner: httpx.AsyncClient, uid: str) -> Callable[[], Awaitable[httpx.Response]]:
+    name = f"{uid}-target-tp0of1-pp0of1-ep0of1-dp0-00000000"
+
+    async def remove() -> httpx.Response:
+        (await planner.delete(f"/v1/instances/{name}")).raise_for_status()
+        return httpx.Response(200, json={})
+
+    return remove
+
+
+async def _plans(planner: httpx.AsyncClient) -> float:
+    """How many plans the planner has made."""
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families((await planner.get("/metrics")).text)
+        for sample in family.samples
+        if sample.name == "rfork_planner_plan_forks_count"
+    )
+
+
+async def _delete(plane: ControlPlane) -> None:
+    async with _api(plane) as api:
+        pods = "/api/v1/namespaces/burst/pods"
+        (await api.delete(pods, params={"gracePeriodSeconds": 0})).raise_for_status()
+        while (await api.get(pods, params={"limit": 1})).json()["items"]:
+            await asyncio.sleep(0.1)
+
+
+async def _webhook_p99(plane: ControlPlane) -> str:
+    """Within what bound the API server waited for 99 of 100 answers of the webhook."""
+    async with _api(plane) as api:
+        text = (await api.get("/metrics")).text
+    buckets: dict[float, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if (
+                sample.name == "apiserver_admission_webhook_admission_duration_seconds_bucket"
+                and sample.labels.get("name") == "pods.rfork.dev"
+            ):
+                bound = float(sample.labels["le"])
+                buckets[bound] = buckets.get(bound, 0.0) + sample.value
+    whole = max(buckets.values(), default=0.0)
+    bound = min((bound for bound, value in buckets.items() if value >= 0.99 * whole), default=float("inf"))
+    return f"< {bound * 1e3:g} ms"
+
+
+def _api(plane: ControlPlane) -> httpx.AsyncClient:
+    context = ssl.create_default_context(cafile=plane.ca)
+    context.load_cert_chain(plane.folder / "admin.pem")
+    return httpx.AsyncClient(
+        base_url=plane.url,
+        verify=context,
+        timeout=30,
+        limits=httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS),
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RforkError as error:
+        raise SystemExit(str(error)) from None
+    except pytest.skip.Exception as error:
+        raise SystemExit(f"not run: {error}") from None

@@ -94,7 +94,7 @@ def main() -> None:
         admin.create(Namespace(metadata=ObjectMeta(name="burst")))
         helm = Path(os.environ.get("RFORK_TEST_HELM", "helm"))
         fleet = stack.enter_context(installed(plane, admin, helm, "burst", Path(folder)))
-        fleet.values["planner"]["settings"] = {"gather_s": 5}
+        fleet.values["planner"]["settings"] = {"gather_s": 4}
         fleet.start("planner")
         fleet.start("webhook")
         fleet.start("controller")

@@ -6,13 +6,17 @@ In memory and without a clock: a store decides which changes come in, and in whi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from itertools import chain
+from typing import Final, Protocol
 
 from planner.groups import LiveGroup
+from planner.order import SortedIds
 from planner.store.records import ForkRecord, GroupKey, InstanceRecord, Read, ScaleUpRecord
 from rfork.wire import StorageRead
 
 Listener = Callable[[ForkRecord], None]
+ROLES: Final = ("-draft-", "-target-")
+"""What follows a replica's name in the ids of its instances (see `rfork.wire.Rank`), in order."""
 
 
 class Watcher(Protocol):
@@ -34,9 +38,11 @@ class State:
     def __init__(self, *, keep_forks: int) -> None:
         self._keep_forks = keep_forks
         self._instances: dict[str, InstanceRecord] = {}
+        self._instance_order = SortedIds()
         # Instances by how long they may be silent; in each table the one silent for longest first.
         self._heard: dict[float, dict[str, None]] = {}
         self._forks: dict[str, ForkRecord] = {}
+        self._fork_order = SortedIds()
         self._live: dict[str, None] = {}  # forks under way, the one silent for longest first
         self._live_targets: dict[str, str] = {}
         self._ended: dict[str, None] = {}  # in order of their end
@@ -81,6 +87,8 @@ class State:
             table.clear()
         for rest in (self._ended, self._groups, self._models, self._scaleups):
             rest.clear()
+        for order in (self._instance_order, self._fork_order):
+            order.clear()
 
     def loaded(self) -> None:
         """All that the store holds was put, after `clear`."""
@@ -106,6 +114,14 @@ class State:
         """All of them, in the order they were first put."""
         return list(self._instances.values())
 
+    def instances_after(self, cursor: str | None, replica: str | None = None) -> Iterator[InstanceRecord]:
+        """In the order of their ids, those behind `cursor` (none: all), or those of them that are ranks of a
+        replica. Costs what is taken of it; to be done with before a change.
+        """
+        prefixes = ("",) if replica is None else [f"{replica}{role}" for role in ROLES]
+        ids = chain.from_iterable(self._instance_order.after(cursor, prefix) for prefix in prefixes)
+        return map(self._instances.__getitem__, ids)
+
     def silent_instances(self, now: float) -> Iterator[InstanceRecord]:
         """Those that are to be forgotten by now. Costs nothing for the others."""
         for heard in list(self._heard.values()):
@@ -129,6 +145,10 @@ class State:
     def forks(self) -> list[ForkRecord]:
         """All of them, in the order they were first put."""
         return list(self._forks.values())
+
+    def forks_after(self, cursor: str | None) -> Iterator[ForkRecord]:
+        """In the order of their ids, those behind `cursor` (none: all), as `instances_after`."""
+        return map(self._forks.__getitem__, self._fork_order.after(cursor))
 
     def live_forks(self) -> list[ForkRecord]:
         """Those under way."""
@@ -183,7 +203,9 @@ class State:
         if old is not None and old.group != record.group:
             self._leave(old)
         self._instances[instance_id] = record
-        if old is not None:
+        if old is None:
+            self._instance_order.add(instance_id)
+        else:
             del self._heard[old.forget_s][instance_id]
         self._heard.setdefault(record.forget_s, {})[instance_id] = None
         model, rank_key = record.group
@@ -211,6 +233,7 @@ class State:
     def _forget(self, instance_id: str) -> None:
         record = self._instances.pop(instance_id, None)
         if record is not None:
+            self._instance_order.discard(instance_id)
             del self._heard[record.forget_s][instance_id]
             self._leave(record)
 
@@ -232,6 +255,8 @@ class State:
         fork_id = record.fork_id
         old = self._forks.get(fork_id)
         self._forks[fork_id] = record
+        if old is None:
+            self._fork_order.add(fork_id)
         self._live.pop(fork_id, None)
         if record.live:
             self._ended.pop(fork_id, None)
@@ -244,6 +269,7 @@ class State:
             while len(self._ended) > self._keep_forks:
                 oldest = next(iter(self._ended))
                 del self._ended[oldest], self._forks[oldest]
+                self._fork_order.discard(oldest)
         group = self._groups.get(record.group)
         if group is not None:
             if not record.live:

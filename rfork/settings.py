@@ -344,8 +344,8 @@ class PlannerSettings(BaseSettings):
     gather_s: float = Field(
         2.0,
         ge=0,
-        le=60,
-        description="most seconds that the first fork of an announced scale-up waits for the others, to share one plan",
+        le=4,  # a fork whose first call is not answered in time (`Settings.planner_timeout_s`) does not ask again
+        description="most seconds that the first fork of an announced scale-up waits for the others, to share one plan; less than RFORK_PLANNER_TIMEOUT_S of instances",
     )
     hooks: Annotated[tuple[HookName, ...], NoDecode] = Field(
         (), description="hooks that run in the planner's process, comma separated (`rfork hook` runs them in one of their own); none: no hook"
@@ -412,6 +412,7 @@ class HookSettings(BaseSettings):
     planner: str | None = Field(None, description="URL of the planner that Pods are told; none: RFORK_PLANNER")
     files: Literal["none", "init", "image"] = Field("none", description="how rfork comes into containers whose image lacks it: by an `init` container, or as an `image` volume (Kubernetes 1.35)")
     image: str = Field("", description="image that holds rfork's files, for `files`")
+    image_volumes: bool = Field(False, description="whether the cluster knows image volumes (Kubernetes 1.35); where not, Pods with files by `image` are left as they are")
     token_secret: str = Field("rfork-instance", description="Secret of the Pod's own namespace whose key `token` is shown to the planner; it may be missing")
     ca_secret: str = Field("", description="Secret of the Pod's own namespace with tls.crt, tls.key and ca.crt, for TLS between instances; empty: none")
     readiness_gate: bool = Field(True, description="give Pods the gate rfork.dev/weights-ready; only where the controller runs, which opens it")
@@ -434,6 +435,7 @@ class HookSettings(BaseSettings):
     look_s: float = Field(2.0, gt=0, description="seconds between two looks at the planner")
     scaleup_s: float = Field(900.0, gt=0, le=86_400, description="seconds that Pods of a scale-up may take to come; those are not waited for that come later")
     grace_s: float = Field(10.0, ge=0, description="seconds after which a Pod whose containers are ready is so too, if the planner does not know it")
+    topology: bool = Field(True, description="tell Pods the zone, rack and NVLink domain of their node as they are bound to it, by the labels named next; off: Nodes are not watched")
     zone_label: str = Field("topology.kubernetes.io/zone", description="label of Nodes that tells their zone")
     rack_label: str = Field("topology.kubernetes.io/rack", description="label of Nodes that tells their rack")
     nvlink_label: str = Field("nvidia.com/gpu.clique", description="label of Nodes that tells their NVLink domain")

@@ -108,14 +108,14 @@ def forks_router(registry: Registry) -> APIRouter:
             target = known.instance(instance_id)
             return target.report.placement.host if target is not None else None
 
-        wanted = [
+        wanted = (
             record.fork_id
-            for record in (known.live_forks() if state in ("planning", "running") else known.forks())
+            for record in known.forks_after(after)
             if (model is None or model == record.model)
             and (state is None or state == record.state)
             and (host is None or host == host_of(record.instance_id))
-        ]
-        found, following = page(wanted, after, limit)
+        )
+        found, following = page(wanted, limit)
         records = [record for each in found if (record := known.fork(each))]
         return ForkPage(items=tuple(record.view(now) for record in records), next=following)
 

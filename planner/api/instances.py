@@ -100,20 +100,31 @@ def instances_router(registry: Registry) -> APIRouter:
         model: Annotated[str | None, Query(description="only of this model")] = None,
         state: Annotated[InstanceState | None, Query(description="only in this state")] = None,
         host: Annotated[str | None, Query(description="only on this host")] = None,
+        replica: Annotated[
+            Identifier | None,
+            Query(
+                description="only the ranks of this server (its `RFORK_REPLICA`): those whose ids begin with "
+                "`REPLICA-target-` or `REPLICA-draft-`",
+                examples=["llama-7c9f"],
+            ),
+        ] = None,
         after: After = None,
         limit: Limit = PAGE,
     ) -> InstancePage:
-        """The instances that reported lately, in the order of their ids."""
+        """The instances that reported lately, in the order of their ids.
+
+        Asked by `replica`, it costs nothing for the others: so a server that ends finds its own.
+        """
         await registry.sweep()
         now = registry.now()
-        wanted = [
+        wanted = (
             record.source.instance_id
-            for record in registry.state.instances()
+            for record in registry.state.instances_after(after, replica)
             if (model is None or model == record.report.model)
             and (host is None or host == record.source.place.host)
             and (state is None or state == record.source.state)
-        ]
-        found, following = page(wanted, after, limit)
+        )
+        found, following = page(wanted, limit)
         records = [record for each in found if (record := registry.state.instance(each))]
         return InstancePage(items=tuple(record.view(now) for record in records), next=following)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Annotated, Final
 
 from fastapi import Query
@@ -16,7 +17,10 @@ Limit = Annotated[int, Query(ge=1, le=MOST, description="most items of this page
 After = Annotated[Identifier | None, Query(description="`next` of the page before; none: the first page")]
 
 
-def page(ids: Iterable[str], after: str | None, limit: int) -> tuple[list[str], str | None]:
-    """The first `limit` ids that come after `after`, and the cursor of the next page, if there is one."""
-    found = sorted(ids if after is None else [each for each in ids if each > after])
+def page(ids: Iterable[str], limit: int) -> tuple[list[str], str | None]:
+    """The first `limit` ids, and the cursor of the next page, if there is one.
+
+    `ids` are in order, from behind this page's cursor on; no more of them are taken than it needs.
+    """
+    found = list(islice(ids, limit + 1))
     return found[:limit], found[limit - 1] if len(found) > limit else None

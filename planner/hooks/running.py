@@ -23,7 +23,7 @@ STOP_S: Final = 8.0
 BACKOFF_S: Final = (1.0, 60.0)
 """Seconds before a hook that failed beside the planner is started again: at first, and at most."""
 EXTRA: Final = "kubernetes"
-BROUGHT: Final = frozenset({"cryptography", "httpx2", "jsonpatch", "lightkube", "msgspec", "yaml"})
+BROUGHT: Final = frozenset({"cryptography", "httpx2", "lightkube", "msgspec", "yaml"})
 """What the extra brings."""
 Run = Callable[[HookSettings, Settings, Status], Awaitable[None]]
 log = logger("planner.hooks")

@@ -16,6 +16,12 @@ from rfork.errors import PlannerRefused, PlannerUnreachable, SourceBusy
 from rfork.wire import MayExit
 
 LOOK_S = 0.5
+LAST_SEED = "last-seed"
+"""The planner's problem with draining the last that holds its weights."""
+FORBIDDEN = "forbidden"
+"""The problem with a token that may not do what was asked: only an operator's may force."""
+UNDRAINED = "this token may not drain it, which takes an operator where it is the last that holds its weights"
+"""Said of an instance that ends undrained."""
 
 OnWait = Callable[[str], None]
 """Told, each time it is looked at, why an instance may not end yet."""
@@ -36,22 +42,31 @@ def drained(
     *,
     force: bool,
     wait_s: float,
+    undrained: bool = False,
     on_wait: OnWait | None = None,
     stop: threading.Event | None = None,
 ) -> MayExit:
     """Drain the instance and wait until it may end, over restarts of the planner.
 
-    `stop` ends the wait early. Raises SourceBusy where it may not end within `wait_s` seconds, PlannerRefused
-    where it is the last seed, PlannerUnreachable where the planner was away to the end.
+    `undrained`: of a server that ends whatever is answered. Where this caller's token may not drain it, all
+    that read from it are waited for, those too that are sent to it meanwhile. `stop` ends the wait early.
+    Raises SourceBusy where it may not end within `wait_s` seconds, PlannerRefused where it is the last seed,
+    or, unless `undrained`, where the token may not drain it, and PlannerUnreachable where the planner was
+    away to the end.
     """
     deadline = time.monotonic() + wait_s
     stop = stop or threading.Event()
-    asked = False
+    asked, may_force = False, force
     while True:
         try:
             if not asked:
-                _drain(client, instance_id, force=force)
-                asked = True
+                try:
+                    _drain(client, instance_id, force=may_force)
+                    asked = True
+                except PlannerRefused as error:
+                    if not undrained or error.problem not in (FORBIDDEN, LAST_SEED):
+                        raise
+                    may_force = False  # it is drained without, once another holds its weights
             answer = client.may_exit(instance_id)
         except PlannerUnreachable as error:
             if time.monotonic() >= deadline or stop.is_set():
@@ -60,12 +75,13 @@ def drained(
             asked, why = False, str(error)
         else:
             if answer.may_exit:
-                return answer
+                return answer if asked else _undrained(answer)
             why = answer.reason
         left_s = deadline - time.monotonic()
         if left_s <= 0 or stop.is_set():
+            how = "drained" if asked else f"not drained ({UNDRAINED})"
             raise SourceBusy(
-                f"instance {instance_id} is drained, and may not end after {wait_s:g} s: {why}",
+                f"instance {instance_id} is {how}, and may not end after {wait_s:g} s: {why}",
                 hint="wait longer (--wait), or end it all the same: its readers go on from elsewhere",
             )
         if on_wait is not None:
@@ -84,10 +100,11 @@ def drain_replica(
 ) -> list[Drained]:
     """Drain all instances of one server, those whose ids begin with ``REPLICA-``, and wait for all.
 
-    At most `wait_s` seconds in all; `force`: though some are the last that hold their weights, where this
-    caller may. All are drained before one is waited for. Returns what became of each: none where the planner
-    knows none. Raises PlannerRefused, without `force`, where one is a last seed, and PlannerUnreachable where
-    the planner cannot be asked who they are.
+    At most `wait_s` seconds in all; `force`: though some are the last that hold their weights. Where this
+    caller's token may not force that, their readers are waited for all the same. All are drained before one
+    is waited for. Returns what became of each: none where the planner knows none. Raises PlannerRefused,
+    without `force`, where one is a last seed, and PlannerUnreachable where the planner cannot be asked who
+    they are.
     """
     deadline = time.monotonic() + wait_s
     found = sorted(
@@ -105,7 +122,9 @@ def drain_replica(
     for instance_id in found:
         left_s = max(0.0, deadline - time.monotonic())
         try:
-            answer = drained(client, instance_id, force=force, wait_s=left_s, on_wait=on_wait, stop=stop)
+            answer = drained(
+                client, instance_id, force=force, undrained=force, wait_s=left_s, on_wait=on_wait, stop=stop
+            )
         except (SourceBusy, PlannerUnreachable) as error:
             ended.append(Drained(instance_id, False, str(error)))
         except PlannerRefused as error:
@@ -124,6 +143,11 @@ def _is_of(instance_id: str, replica: str) -> bool:
     )
 
 
+def _undrained(answer: MayExit) -> MayExit:
+    """The answer on one that could not be drained, and has no reader just now."""
+    return answer.model_copy(update={"reason": f"nobody reads from it; {UNDRAINED}"})
+
+
 def _drain(client: PlannerClient, instance_id: str, *, force: bool) -> None:
     try:
         # Only an operator may force it, and mostly there is no need.
@@ -131,9 +155,9 @@ def _drain(client: PlannerClient, instance_id: str, *, force: bool) -> None:
     except PlannerRefused as error:
         if error.problem == "unknown-instance":
             return
-        if error.problem == "last-seed" and force:
+        if error.problem == LAST_SEED and force:
             client.drain(instance_id, force=True)
             return
-        if error.problem == "last-seed":
+        if error.problem == LAST_SEED:
             error.hint = "wait until another holds them, or pass --force as an operator: the next starts cold"
         raise

@@ -30,6 +30,8 @@ from rfork.engines.flags import variable
 from rfork.errors import SettingsError
 from rfork.settings import Settings
 
+FILES: Final = "_files"
+"""The module that only rfork as files has (see deploy/docker/files.py): its functions are entry points."""
 ASSIGNMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 
 
@@ -91,7 +93,8 @@ def findable(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
     Engines find plug-ins by the metadata of installed packages. An image to which rfork's files were only
     added has none; so a folder is put in front of Python's path that has the metadata, and a link to this
-    rfork. Where rfork is installed as well, Python takes the first and knows them for one.
+    rfork. Where rfork is installed as well, Python takes the first and knows them for one. An rfork that
+    comes as files has entry points of its own, which know what to do in an image that is too old for it.
     """
     with tempfile.TemporaryDirectory(prefix="rfork-launch-") as made:
         folder = Path(made)
@@ -102,10 +105,17 @@ def findable(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
             f"Metadata-Version: 2.1\nName: rfork\nVersion: {rfork.__version__}\n"
         )
         (metadata / "entry_points.txt").write_text(
-            "".join(f"[{group}]\n{PLUGIN} = {where}\n" for group, where in ENTRY_POINTS.items())
+            "".join(f"[{group}]\n{PLUGIN} = {where}\n" for group, where in _entry_points().items())
         )
         before = environment.get("PYTHONPATH")
         yield {**environment, "PYTHONPATH": f"{folder}:{before}" if before else str(folder)}
+
+
+def _entry_points() -> Mapping[str, str]:
+    """Those of this rfork, by group: as in its own metadata, were it found."""
+    if not Path(rfork.__file__).with_name(f"{FILES}.py").is_file():
+        return ENTRY_POINTS
+    return {group: f"rfork.{FILES}:{group.partition('.')[0]}" for group in ENTRY_POINTS}
 
 
 def _without_env(command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:

@@ -219,6 +219,17 @@ def test_an_image_whose_packages_are_too_old(image: Image, engine: dict[str, str
     assert (0, loads, f"{OFF}{TOO_OLD}\n") == (done.returncode, done.stdout, done.stderr)
 
 
+def test_an_image_whose_packages_are_too_old_is_launched(
+    image: Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `rfork launch` puts in front of the files leads to the same: the engine loads by itself."""
+    image.add({**VLLM, **OLD_PROTOBUF})
+    monkeypatch.setattr("rfork.__file__", str(image.files / "path" / "rfork" / "__init__.py"))
+    with findable({"PYTHONPATH": str(image.files / "path")}) as environment:
+        done = image.run(image.packages / "serve.py", **environment)
+    assert (0, f"{OFF}{TOO_OLD}\n") == (done.returncode, done.stderr)
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_image_that_does_not_fit_is_left_alone(image: Image, engine: str) -> None:
     """Nothing of rfork's is on its path, where the engine would take it for a package of its own."""

@@ -263,6 +263,34 @@ def test_a_server_drains_its_own_instances(rfork_process: StartRfork) -> None:
         assert [(2, "serving", "serving"), (0, "serving", "draining"), (0, "draining", "draining")] == seen
 
 
+def test_a_server_sees_readers_off_that_it_may_not_refuse(rfork_process: StartRfork, tmp_path: Path) -> None:
+    """With an instance's token the last seed is not drained, but waited for until nobody reads."""
+    (tmp_path / "tokens").write_text("instance instance\n")
+    with (
+        running(settings(token="operator", tokens=str(tmp_path / "tokens"))) as url,
+        PlannerClient(url, token="operator") as planner,
+    ):
+        planner.report(whole("pod-target-tp0"))
+        planner.ask(ask("a"))
+        command = ("drain", "--own", "--planner", url, "--json", "--wait")
+        environment = {"RFORK_REPLICA": "pod", "RFORK_TOKEN": "instance"}
+        hurried = rfork_process(*command, "0", environment=environment)
+        code = hurried.wait()
+        (left,) = json.loads(hurried.stdout.splitlines()[0])["instances"]
+        waited = rfork_process(
+            *command, "60", environment=environment, until="waiting: forks that read from it: 1"
+        )
+        planner.finish("fork-a", ForkFinish(outcome="fallback", seconds=1, bytes_read=0))
+        seen = (waited.wait(), planner.instance("pod-target-tp0").report.state)
+        (ended,) = json.loads(waited.stdout)["instances"]
+    assert (4, False, (0, "serving"), True) == (code, left["may_exit"], seen, ended["may_exit"])
+    assert ["this token may not drain it"] * 2 == [
+        "this token may not drain it"
+        for each in (left, ended)
+        if "this token may not drain it" in each["reason"]
+    ]
+
+
 def test_status_shows_what_a_stranger_needs(rfork_process: StartRfork) -> None:
     """Why an instance is in quarantine, the reason of a plan, and the bytes by where they came from."""
     with running(settings()) as url, PlannerClient(url) as planner:

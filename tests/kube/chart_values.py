@@ -10,6 +10,7 @@ MONITORED: Final = {"monitoring": {"serviceMonitor": {"enabled": True, "labels":
 VALUE_SETS: Final[dict[str, dict[str, Any]]] = {
     "defaults": {},
     "redis": REDIS,
+    "redis of a new format": {"planner": {**REDIS["planner"], "recreate": True}},
     "redis in a Secret": {
         "planner": {"store": {"redis": {"existingSecret": "redis", "existingSecretKey": "u"}}}
     },
@@ -47,7 +48,7 @@ VALUE_SETS: Final[dict[str, dict[str, Any]]] = {
             "store": {"redis": {"existingSecret": "redis"}},
         },
         "webhook": {"certificates": {"mode": "secret", "existingSecret": "webhook"}, "caBundle": BUNDLE},
-        "instances": {"tlsSecret": "instances-tls"},
+        "instances": {"tlsSecret": "instances-tls", "files": "none"},
     },
     "open": {"planner": {"auth": {"enabled": False}}, "networkPolicy": {"enabled": False}},
     "open, with Redis": {**REDIS, "planner": {**REDIS["planner"], "auth": {"enabled": False}}},
@@ -57,6 +58,11 @@ VALUE_SETS: Final[dict[str, dict[str, Any]]] = {
     },
     "webhook elsewhere": {"webhook": {"url": "https://192.0.2.1:9443/", "caBundle": BUNDLE}},
     "planner alone": {"webhook": {"enabled": False}, "controller": {"enabled": False}},
+    "instances guarded": {
+        "networkPolicy": {
+            "instances": {"enabled": True, "morePorts": [{"port": 15000, "endPort": 17000}]},
+        },
+    },
     "no topology, no roles": {
         "webhook": {"topology": {"enabled": False}, "hostNetwork": True},
         "rbac": {"create": False},
@@ -65,7 +71,11 @@ VALUE_SETS: Final[dict[str, dict[str, Any]]] = {
     "many namespaces": {
         "instances": {"namespaces": ["team-a", "team-b"], "files": "init", "image": "rfork-files:1"},
         "networkPolicy": {
-            "instances": {"enginePorts": [8000, 30000], "from": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
+            "instances": {
+                "enabled": True,
+                "enginePorts": [8000, 30000],
+                "from": [{"ipBlock": {"cidr": "10.0.0.0/8"}}],
+            },
             "plannerFrom": [{"namespaceSelector": {"matchLabels": {"role": "operators"}}}],
         },
     },

@@ -20,6 +20,7 @@ from typing import Any, Final, Literal
 import httpx
 from lightkube import Client
 from lightkube.resources.core_v1 import Namespace, Secret
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.kube.chart import CHART, environment, helm_run, pod_specs, rendered
 from tests.kube.control_plane import ControlPlane
@@ -45,13 +46,14 @@ class Installation:
         self.values: dict[str, Any] = {
             "bind": "127.0.0.1",
             "logs": {"json": False},
-            "instances": {"namespaces": [namespace], "plannerUrl": self.planner},
+            "instances": {"namespaces": [namespace], "plannerUrl": self.planner, "files": "none"},
             "planner": {"service": {"port": self.planner_port}},
             "webhook": {"port": self.webhook_port, "healthPort": ports["webhook"]},
             "controller": {"healthPort": ports["controller"], "leaseSeconds": 3, "lookSeconds": 0.5},
             "keda": {"enabled": True, "healthPort": ports["scaler"]},
         }
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._probes: dict[str, str] = {}
 
     def helm(self, verb: Literal["install", "upgrade", "uninstall"], **changed: Any) -> None:
         """`helm VERB` with `values`, and `changed` ones at their top. The webhook is on this machine."""
@@ -82,7 +84,8 @@ class Installation:
                 start_new_session=True,
             )
         port = self.planner_port if component == "planner" else told["RFORK_HOOK_HEALTH_PORT"]
-        self._wait_ready(name, f"http://127.0.0.1:{port}/readyz")
+        self._probes[name] = f"http://127.0.0.1:{port}"
+        self._wait_ready(name, f"{self._probes[name]}/readyz")
 
     def kill(self, name: str) -> None:
         """SIGKILL a process."""
@@ -105,6 +108,16 @@ class Installation:
         """The CPU seconds that a process has used."""
         fields = Path(f"/proc/{self._processes[name].pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def metric(self, name: str, sample: str, **labels: str) -> float:
+        """What a hook's process tells Prometheus: the sum over all samples that have these labels."""
+        text = httpx.get(f"{self._probes[name]}/metrics", timeout=5, trust_env=False).raise_for_status().text
+        return sum(
+            each.value
+            for family in text_string_to_metric_families(text)
+            for each in family.samples
+            if each.name == sample and labels.items() <= each.labels.items()
+        )
 
     def log(self, name: str) -> str:
         """What a process has written."""

@@ -89,6 +89,7 @@ def test_processes_take_their_variables(
         (REDIS, 2, "RollingUpdate", "<rfork-planner-store/url>"),
         ({"planner": {**REDIS["planner"], "replicas": 5}}, 5, "RollingUpdate", "<rfork-planner-store/url>"),
         (VALUE_SETS["redis in a Secret"], 2, "RollingUpdate", "<redis/u>"),
+        (VALUE_SETS["redis of a new format"], 2, "Recreate", "<rfork-planner-store/url>"),
     ],
 )
 def test_planners_share_a_store(
@@ -114,14 +115,66 @@ def test_hooks_in_the_planner_are_reached_there(helm: Path) -> None:
 
 def test_older_clusters_get_what_they_know(helm: Path) -> None:
     """On 1.20 budgets are of policy/v1beta1, and no policy has a range of ports that would be dropped."""
-    objects = rendered(helm, kubernetes="1.20.2")
+    objects = rendered(helm, VALUE_SETS["instances guarded"], kubernetes="1.20.2")
     assert {"policy/v1beta1"} == {
         each["apiVersion"] for each in objects if each["kind"] == "PodDisruptionBudget"
     }
     assert "endPort" not in json.dumps(objects)
     assert "rfork-instances" not in {each["metadata"]["name"] for each in objects}
-    named_ports = {"networkPolicy": {"instances": {"enginePorts": [8000]}}}
+    named_ports = {"networkPolicy": {"instances": {"enabled": True, "enginePorts": [8000]}}}
     assert named(rendered(helm, named_ports, kubernetes="1.20.2"), "NetworkPolicy", "rfork-instances")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, ("init", "rfork:0.1.0")),
+        ({"image": {"repository": "registry/rfork", "tag": "7"}}, ("init", "registry/rfork:7")),
+        ({"image": {"digest": f"sha256:{'0' * 64}"}}, ("init", f"rfork@sha256:{'0' * 64}")),
+        ({"instances": {"image": "files:1"}}, ("init", "files:1")),
+        # A Pod's own annotation may still ask for files.
+        ({"instances": {"files": "none"}}, ("none", "rfork:0.1.0")),
+        ({"instances": {"files": "image"}}, ("image", "rfork:0.1.0")),
+    ],
+)
+def test_files_come_from_the_charts_own_image(
+    helm: Path, values: dict[str, Any], expected: tuple[str, str]
+) -> None:
+    """Unless another is named, the image of the chart's processes brings rfork's files to instances."""
+    told = environment(pod_specs(rendered(helm, values))["rfork-webhook"])
+    assert expected == (told["RFORK_HOOK_FILES"], told["RFORK_HOOK_IMAGE"])
+
+
+@pytest.mark.parametrize(
+    ("kubernetes", "expected"),
+    [("1.20.2", "false"), ("1.34.9", "false"), ("v1.35.0-gke.1", "true"), ("1.37.0", "true")],
+)
+def test_webhook_knows_whether_images_are_mounted(helm: Path, kubernetes: str, expected: str) -> None:
+    """Volumes of images are there from 1.35 on; before, a Pod with one would be refused, or wait for ever."""
+    told = environment(pod_specs(rendered(helm, kubernetes=kubernetes))["rfork-webhook"])
+    assert expected == told["RFORK_HOOK_IMAGE_VOLUMES"]
+
+
+@pytest.mark.parametrize(
+    ("selected", "expected"),
+    [
+        ({}, {"kubernetes.io/os": "linux"}),
+        ({"role": "control"}, {"kubernetes.io/os": "linux", "role": "control"}),
+        ({"kubernetes.io/os": "other"}, {"kubernetes.io/os": "other"}),
+    ],
+)
+def test_pods_run_on_linux(helm: Path, selected: dict[str, str], expected: dict[str, str]) -> None:
+    """Every Pod keeps to Nodes of Linux, and to those that were asked for."""
+    specs = pod_specs(rendered(helm, {"pods": {"nodeSelector": selected}, "keda": {"enabled": True}}))
+    assert dict.fromkeys(specs, expected) == {name: spec["nodeSelector"] for name, spec in specs.items()}
+
+
+@pytest.mark.parametrize("values", VALUE_SETS.values(), ids=VALUE_SETS)
+def test_each_variable_is_told_once(helm: Path, values: dict[str, Any]) -> None:
+    """No container has a variable twice, which a server-side apply refuses; hooks of one process share it."""
+    for spec in pod_specs(rendered(helm, values)).values():
+        told = [each["name"] for each in spec["containers"][0]["env"]]
+        assert sorted(set(told)) == sorted(told)
 
 
 def test_probes_with_mutual_tls(helm: Path) -> None:

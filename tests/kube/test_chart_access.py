@@ -101,11 +101,12 @@ def test_roles_grant_what_the_hooks_do_and_no_more(helm: Path) -> None:
             ("", "nodes", "", "list,watch"),
         ],
         ("Role", "rfork-webhook"): [
+            ("coordination.k8s.io", "leases", "rfork-controller", "get"),
             ("", "secrets", "rfork-webhook-tls", "get,update"),
             ("", "secrets", "", "create"),
         ],
         ("ClusterRole", "rfork-controller"): [
-            ("", "pods", "", "list,watch,patch"),
+            ("", "pods", "", "list,watch"),
             ("", "pods/status", "", "patch"),
             ("apps", "deployments,statefulsets", "", "list,watch"),
             ("leaderworkerset.x-k8s.io", "leaderworkersets", "", "list,watch"),
@@ -122,7 +123,10 @@ def test_roles_grant_what_the_hooks_do_and_no_more(helm: Path) -> None:
     ("values", "expected"),
     [
         (
-            {"webhook": {"certificates": {"mode": "certManager"}, "topology": {"enabled": False}}},
+            {
+                "webhook": {"certificates": {"mode": "certManager"}, "topology": {"enabled": False}},
+                "instances": {"readinessGate": False},
+            },
             {"rfork-controller"},
         ),
         ({"webhook": {"topology": {"enabled": False}}, "controller": {"enabled": False}}, {"rfork-webhook"}),
@@ -131,24 +135,75 @@ def test_roles_grant_what_the_hooks_do_and_no_more(helm: Path) -> None:
     ],
 )
 def test_what_is_not_needed_is_not_granted(helm: Path, values: dict[str, Any], expected: set[str]) -> None:
-    """A webhook that keeps no certificate and knows no Nodes may do nothing; roles can be left to others."""
+    """A webhook with no own certificate, Nodes and gates may do nothing; others can make the roles."""
     kinds = ("Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding")
     assert expected == {each["metadata"]["name"] for each in rendered(helm, values) if each["kind"] in kinds}
 
 
+@pytest.mark.parametrize(("enabled", "watched"), [(True, True), (False, False)])
+def test_nodes_are_watched_where_that_is_granted(helm: Path, enabled: bool, watched: bool) -> None:
+    """The webhook is told whether it may, so that it does not ask in vain for ever."""
+    objects = rendered(helm, {"webhook": {"topology": {"enabled": enabled}}})
+    told = environment(pod_specs(objects)["rfork-webhook"])["RFORK_HOOK_TOPOLOGY"]
+    rules = named(objects, "ClusterRole", "rfork-webhook")["rules"]
+    asked = [hook["name"] for hook in named(objects, "MutatingWebhookConfiguration", "rfork")["webhooks"]]
+    assert (watched,) * 3 == (
+        HookSettings.model_validate({"topology": told}).topology,
+        any("nodes" in rule["resources"] for rule in rules),
+        "bindings.rfork.dev" in asked,
+    )
+
+
+@pytest.mark.parametrize("kubernetes", ["1.20.2", "1.21.0", "1.37.0"])
+@pytest.mark.parametrize("controller", [True, False])
+def test_webhook_looks_at_the_lease_that_the_controller_takes(
+    helm: Path, kubernetes: str, controller: bool
+) -> None:
+    """Both are told of the one Lease there is, and for how long it holds; the webhook may see it, no more."""
+    values = {"controller": {"enabled": controller, "leaseSeconds": 7}}
+    objects = rendered(helm, values, kubernetes=kubernetes)
+    told = [environment(spec) for name, spec in pod_specs(objects).items() if name != "rfork-planner"]
+    assert {("rfork-controller", "7")} == {
+        (each["RFORK_HOOK_LEASE"], each["RFORK_HOOK_LEASE_S"]) for each in told
+    }
+    there = [each["metadata"]["name"] for each in objects if each["kind"] == "Lease"]
+    rules = named(objects, "Role", "rfork-webhook")["rules"]
+    seen = [(rule["resourceNames"], rule["verbs"]) for rule in rules if "leases" in rule["resources"]]
+    expected = (["rfork-controller"], [(["rfork-controller"], ["get"])]) if controller else ([], [])
+    assert expected == (there, seen)
+
+
 @pytest.mark.parametrize(
-    ("values", "left_out"),
+    ("values", "kubernetes", "operator", "namespaces"),
     [
-        ({}, ["kube-system"]),
-        ({"instances": {"namespaces": ["team-a"]}}, ["kube-system", "rfork-system"]),
-        ({"instances": {"namespaces": ["team-a", "rfork-system"]}}, ["kube-system"]),
+        ({}, "1.37.0", "NotIn", ["kube-system"]),
+        ({"instances": {"namespaces": ["team-a"]}}, "1.37.0", "In", ["team-a"]),
+        (
+            {"instances": {"namespaces": ["team-a", "rfork-system"]}},
+            "1.21.0",
+            "In",
+            ["team-a", "rfork-system"],
+        ),
+        # Namespaces have no such label there.
+        ({"instances": {"namespaces": ["team-a"]}}, "1.20.2", "NotIn", ["kube-system", "rfork-system"]),
+        (
+            {"instances": {"namespaces": ["team-a", "rfork-system"]}},
+            "1.20.2",
+            "NotIn",
+            ["kube-system"],
+        ),
     ],
 )
-def test_webhook_sees_pods_of_models(helm: Path, values: dict[str, Any], left_out: list[str]) -> None:
-    """Pods with the label, in all namespaces but the system's and, without instances, the release's own."""
-    configuration = named(rendered(helm, values), "MutatingWebhookConfiguration", "rfork")
+def test_webhook_sees_pods_of_models(
+    helm: Path, values: dict[str, Any], kubernetes: str, operator: str, namespaces: list[str]
+) -> None:
+    """Pods with the label, in namespaces that have a token; in all but the system's if none is named."""
+    objects = rendered(helm, values, kubernetes=kubernetes)
+    configuration = named(objects, "MutatingWebhookConfiguration", "rfork")
     seen = {
-        "matchExpressions": [{"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": left_out}]
+        "matchExpressions": [
+            {"key": "kubernetes.io/metadata.name", "operator": operator, "values": namespaces}
+        ]
     }
     service = {"name": "rfork-webhook", "namespace": "rfork-system", "port": 443}
     rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "scope": "Namespaced"}
@@ -178,6 +233,14 @@ def test_webhook_sees_pods_of_models(helm: Path, values: dict[str, Any], left_ou
             **common,
         },
     ] == configuration["webhooks"]
+
+
+def test_webhook_sees_what_it_is_told_to(helm: Path) -> None:
+    """A namespaceSelector of the user's goes before instances.namespaces, for both webhooks."""
+    chosen = {"matchLabels": {"team": "a"}}
+    values = {"webhook": {"namespaceSelector": chosen}, "instances": {"namespaces": ["team-a"]}}
+    configuration = named(rendered(helm, values), "MutatingWebhookConfiguration", "rfork")
+    assert [chosen] * 2 == [hook["namespaceSelector"] for hook in configuration["webhooks"]]
 
 
 def test_webhook_is_asked_where_it_answers(helm: Path) -> None:
@@ -226,32 +289,28 @@ def test_webhook_can_be_elsewhere_or_be_vouched_for_by_others(
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    ("guard", "instances", "expected"),
     [
-        ({}, [(1, 14999), (17001, 18699), (18764, 18799), (18864, 65535)]),
+        ({}, {}, [(1, 18699), (18764, 18799), (18864, 65535)]),
         (
-            {
-                "networkPolicy": {"instances": {"morePorts": []}},
-                "instances": {"peerPort": 1, "httpPort": 65534, "ports": 2},
-            },
-            [(3, 65533)],
+            {"morePorts": [{"port": 15000, "endPort": 17000}]},
+            {},
+            [(1, 14999), (17001, 18699), (18764, 18799), (18864, 65535)],
         ),
+        ({}, {"peerPort": 1, "httpPort": 65534, "ports": 2}, [(3, 65533)]),
         (
-            {
-                "networkPolicy": {
-                    "instances": {"morePorts": [{"port": 18690, "endPort": 18800}, {"port": 9}]}
-                },
-                "instances": {"ports": 1},
-            },
+            {"morePorts": [{"port": 18690, "endPort": 18800}, {"port": 9}]},
+            {"ports": 1},
             [(1, 8), (10, 18689), (18801, 65535)],
         ),
-        ({"networkPolicy": {"instances": {"enginePorts": [8000, 30000]}}}, [(8000, 8000), (30000, 30000)]),
+        ({"enginePorts": [8000, 30000]}, {}, [(8000, 8000), (30000, 30000)]),
     ],
 )
 def test_only_instances_reach_what_is_rforks(
-    helm: Path, values: dict[str, Any], expected: list[tuple[int, int]]
+    helm: Path, guard: dict[str, Any], instances: dict[str, Any], expected: list[tuple[int, int]]
 ) -> None:
-    """Everyone reaches the engines' ports and no port of a peer; instances reach one another's."""
+    """Where that is asked for, everyone reaches the engines' ports and no port of a peer; instances do."""
+    values = {"networkPolicy": {"instances": {"enabled": True, **guard}}, "instances": instances}
     policy = named(rendered(helm, values), "NetworkPolicy", "rfork-instances")["spec"]
     among, anyone = policy["ingress"]
     ours = {"matchExpressions": [{"key": names.MODEL, "operator": "Exists"}]}
@@ -266,6 +325,15 @@ def test_only_instances_reach_what_is_rforks(
         for each in anyone["ports"]
         if each["protocol"] == "TCP"
     ]
+
+
+@pytest.mark.parametrize("values", [{}, {"networkPolicy": {"instances": {"enginePorts": [8000]}}}])
+def test_instances_are_guarded_only_where_asked(helm: Path, values: dict[str, Any]) -> None:
+    """A policy for Pods that are not the chart's own would open or shut what others decide on."""
+    policies = {
+        each["metadata"]["name"] for each in rendered(helm, values) if each["kind"] == "NetworkPolicy"
+    }
+    assert {"rfork-planner", "rfork-webhook", "rfork-controller"} == policies
 
 
 def test_instances_of_all_namespaces_reach_one_another(helm: Path) -> None:

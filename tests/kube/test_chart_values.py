@@ -78,7 +78,6 @@ def test_settings_of_the_planner_are_known() -> None:
             {"webhook": {"url": "https://hook"}, "planner": {"hooks": ["webhook"]}},
             "choose one of the two",
         ),
-        ({"instances": {"files": "init"}}, "name the image that holds rfork's files in instances.image"),
         ({"instances": {"ports": 128}}, "their ranges overlap"),
     ],
 )
@@ -86,6 +85,13 @@ def test_what_cannot_be_is_refused_in_words(helm: Path, values: dict[str, Any], 
     """A typo, a value out of bounds, and values that do not go together are refused, and it says why."""
     with pytest.raises(HelmFailed, match=re.escape(said)):
         rendered(helm, values)
+
+
+@pytest.mark.parametrize("kubernetes", ["1.20.2", "1.34.9"])
+def test_volumes_of_images_are_refused_where_there_are_none(helm: Path, kubernetes: str) -> None:
+    """A cluster that would refuse every Pod of a model, or let it wait for ever, gets no such release."""
+    with pytest.raises(HelmFailed, match=re.escape(f"need Kubernetes 1.35, and this is v{kubernetes}")):
+        rendered(helm, {"instances": {"files": "image"}}, kubernetes=kubernetes)
 
 
 def open_objects(node: Document, path: str = "") -> list[str]:

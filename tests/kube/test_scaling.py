@@ -41,7 +41,7 @@ def fleet(
 ) -> Iterator[Installation]:
     """The chart, with a planner that waits long enough for processes on a busy machine to gather."""
     with installed(plane, admin, helm, namespace, tmp_path) as made:
-        made.values["planner"]["settings"] = {"gather_s": 30}
+        made.values["planner"]["settings"] = {"gather_s": 4}
         made.start("planner")
         yield made
 

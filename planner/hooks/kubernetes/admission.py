@@ -63,9 +63,16 @@ class Malformed(Exception):
 
 
 def admission_app(
-    settings: HookSettings, planner_url: str, topology: Topology, registry: CollectorRegistry
+    settings: HookSettings,
+    planner_url: str,
+    topology: Topology,
+    registry: CollectorRegistry,
+    leads: Callable[[], bool] = lambda: False,
 ) -> ASGIApp:
-    """The application. `planner_url` is the one that Pods are told; metrics are put into `registry`."""
+    """The application. `planner_url` is the one that Pods are told; metrics are put into `registry`.
+
+    `leads`: whether a controller leads now; without one Pods get no readiness gate.
+    """
     reviews = Counter("rfork_webhook_reviews", "Reviews answered", ("path", "result"), registry=registry)
     seconds = Histogram(
         "rfork_webhook_seconds", "Time to answer a review", ("path",), buckets=SECONDS, registry=registry
@@ -98,7 +105,7 @@ def admission_app(
         return Route(f"/{path}", answer, methods=["POST"])
 
     def judge_pod(asked: Document, pod: Document) -> Answer:
-        return _judged_pod(asked, pod, settings, planner_url)
+        return _judged_pod(asked, pod, settings, planner_url, leads())
 
     def judge_binding(asked: Document, binding: Document) -> Answer:
         return _judged_binding(asked, binding, topology)
@@ -142,7 +149,9 @@ def _is(asked: Document, kind: str) -> bool:
     }
 
 
-def _judged_pod(asked: Document, pod: Document, settings: HookSettings, planner_url: str) -> Answer:
+def _judged_pod(
+    asked: Document, pod: Document, settings: HookSettings, planner_url: str, led: bool
+) -> Answer:
     if not asks(pod) or not _is(asked, "Pod") or asked.get("subResource"):
         return UNTOUCHED
     log = logger(__name__).bind(**_whose(asked, pod))
@@ -153,10 +162,13 @@ def _judged_pod(asked: Document, pod: Document, settings: HookSettings, planner_
         refused = want
     else:
         try:
-            document, notes = mutated(pod, want, settings, planner_url)
+            document, notes = mutated(pod, want, settings, planner_url, led=led)
         except SettingsError as error:
             refused = Refused(f"{error}: {error.hint}")
         else:
+            if settings.readiness_gate and not led:
+                # No note: each of a rollout's Pods would tell it anew, and it is none that its owner can mend.
+                log.debug("no controller leads: the Pod gets no readiness gate")
             log.info(
                 "pod injected", model=want.model, container=want.container, engine=want.engine, notes=notes
             )

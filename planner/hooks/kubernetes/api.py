@@ -21,12 +21,11 @@ only that nobody says so before they start.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-import secrets
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Final
@@ -53,22 +52,10 @@ from rfork.settings import HookSettings
 
 REPORTER: Final = "rfork.dev/controller"
 """Who writes Events."""
-ALIKE_S: Final = 600.0
-"""Seconds for which an Event like an earlier one only counts that one up."""
-EVENTS_KEPT: Final = 1024
-"""Events that are remembered, so that they can be counted up."""
+ATTEMPTS: Final = 4
+"""Most times that an Event is written, where others write it at the same time."""
 LONGEST_MESSAGE: Final = 1000
 """Characters of an Event's message; Kubernetes takes 1,024 bytes at most, and a name is not cut."""
-
-
-@dataclass
-class Told:
-    """An Event that was written."""
-
-    name: str
-    at: float
-    """Monotonic seconds, of its last time."""
-    count: int = 1
 
 
 class ApiCluster:
@@ -78,13 +65,10 @@ class ApiCluster:
         self,
         server: ApiServer,
         *,
-        monotonic: Callable[[], float] = time.monotonic,
         unix: Callable[[], float] = time.time,
     ) -> None:
         self._server = server
-        self._monotonic = monotonic
         self._unix = unix
-        self._told: OrderedDict[tuple[str, ...], Told] = OrderedDict()
         self._leases: dict[tuple[str, str], Document] = {}
 
     def pods(self) -> AsyncIterator[News[PodSeen]]:
@@ -124,25 +108,13 @@ class ApiCluster:
         """See `Cluster`."""
         message = message if len(message) <= LONGEST_MESSAGE else f"{message[: LONGEST_MESSAGE - 1]}…"
         namespace = about.namespace or "default"
+        name = _event_name(about, kind, reason, message)
         path = f"/api/v1/namespaces/{namespace}/events"
-        key = (about.kind, about.uid, kind, reason, message)
-        now, stamp = self._monotonic(), _seconds(self._unix())
-        told = self._told.get(key)
-        if told is not None and now - told.at < ALIKE_S:
-            told.at, told.count = now, told.count + 1
-            counted = {"count": told.count, "lastTimestamp": stamp}
-            try:
-                await self._server.ask("PATCH", f"{path}/{told.name}", body=counted, content_type=MERGE)
-                return
-            except Gone:
-                pass  # events are not kept for long
-            except Conflict as error:
-                raise ClusterUnavailable(str(error)) from error
-        told = Told(f"{about.name[:230]}.{secrets.token_hex(8)}", now)
-        event = {
+        stamp = _seconds(self._unix())
+        event: Document = {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {"name": told.name, "namespace": namespace},
+            "metadata": {"name": name, "namespace": namespace},
             "involvedObject": {
                 "kind": about.kind,
                 "apiVersion": about.api_version,
@@ -153,20 +125,37 @@ class ApiCluster:
             "type": kind,
             "reason": reason,
             "message": message,
-            "count": told.count,
+            "count": 1,
             "firstTimestamp": stamp,
             "lastTimestamp": stamp,
             "source": {"component": REPORTER},
             "reportingComponent": REPORTER,
         }
-        try:
-            await self._server.ask("POST", path, body=event)
-        except (Gone, Conflict) as error:
-            raise ClusterUnavailable(str(error)) from error
-        self._told[key] = told
-        self._told.move_to_end(key)
-        while len(self._told) > EVENTS_KEPT:
-            self._told.popitem(last=False)
+        for _ in range(ATTEMPTS):
+            try:
+                await self._server.ask("POST", path, body=event)
+                return
+            except Gone as error:  # it is the namespace that is not there
+                raise ClusterUnavailable(str(error)) from error
+            except Conflict:
+                pass  # it was told before, here or by another replica
+            try:
+                await self._count_up(f"{path}/{name}", stamp)
+                return
+            except (Gone, Conflict):
+                continue  # its time was over just now, or another replica counted it up
+        raise ClusterUnavailable(f"Event {name}: others write it as well, {ATTEMPTS} times over")
+
+    async def _count_up(self, path: str, stamp: str) -> None:
+        """Raises Gone, Conflict where somebody else wrote it meanwhile, and ClusterUnavailable."""
+        # The answer to a patch is the object as it is then: who may not get an Event learns its count so.
+        known = await self._server.ask("PATCH", path, body={}, content_type=MERGE)
+        counted = {
+            "metadata": {"resourceVersion": known["metadata"]["resourceVersion"]},
+            "count": int(known.get("count") or 1) + 1,
+            "lastTimestamp": stamp,
+        }
+        await self._server.ask("PATCH", path, body=counted, content_type=MERGE)
 
     async def read_lease(self, name: str, namespace: str) -> LeaseSeen:
         """See `Cluster`."""
@@ -251,6 +240,13 @@ def _workloads(kind: WorkloadKind, path: str) -> Kind[WorkloadSeen]:
 def _lease_path(namespace: str, name: str = "") -> str:
     path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
     return f"{path}/{name}" if name else path
+
+
+def _event_name(about: ObjectRef, kind: EventType, reason: str, message: str) -> str:
+    """One name for what is told again, by whichever replica: the API server lets it be created once."""
+    same = json.dumps((about.kind, about.uid, kind, reason, message))
+    # A cut name may end in what no part of a name may end in.
+    return f"{about.name[:230].rstrip('.-')}.{hashlib.sha256(same.encode()).hexdigest()[:16]}"
 
 
 def _seconds(unix: float) -> str:

@@ -166,7 +166,10 @@ class Cluster(Protocol):
         """Set a condition of a Pod's status. Raises Gone, ClusterUnavailable."""
 
     async def tell(self, about: ObjectRef, kind: EventType, reason: str, message: str) -> None:
-        """Write an Event about an object; one like it is counted up. Raises ClusterUnavailable."""
+        """Write an Event about an object; one like it that is still kept is counted up, whoever wrote it.
+
+        Raises ClusterUnavailable.
+        """
 
     async def read_lease(self, name: str, namespace: str) -> LeaseSeen:
         """The Lease, or one without holder and version where there is none. Raises ClusterUnavailable."""

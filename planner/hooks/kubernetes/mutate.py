@@ -2,8 +2,9 @@
 
 Runs in the webhook's process, for each CREATE, and again where another webhook changed the Pod after us
 (``reinvocationPolicy: IfNeeded``): by then the API server has filled in defaults, and sidecars have come. So
-nothing is compared with what we would write: what is there *by name* stays, whoever wrote it, and what would
-be added twice (the grace period) is added only where the Pod has no annotation `names.INJECTED` yet.
+nothing is compared with what we would write: what is there *by name* stays, whoever wrote it. What would be
+added twice (the grace period), or depends on the moment (the readiness gate), is added only where the Pod has
+no annotation `names.INJECTED` yet.
 
 Of several Pods that are one server (a LeaderWorkerSet's group) each has its own RFORK_REPLICA. That holds for
 draining too: each Pod's preStop sees off the readers of its own ranks, which are those that end with it.
@@ -42,12 +43,14 @@ GRACE_S: Final = 30
 
 
 def mutated(
-    pod: Mapping[str, Any], wanted: Wanted, settings: HookSettings, planner_url: str
+    pod: Mapping[str, Any], wanted: Wanted, settings: HookSettings, planner_url: str, *, led: bool = False
 ) -> tuple[Document, tuple[str, ...]]:
     """The Pod as it is to be, and what could not be done, one sentence each; `pod` stays as it was.
 
     `pod` is the one that `wanted` was read off. Given its own result, with whatever others added, it returns
-    that. Raises SettingsError where rfork would not be found by the engine, which then must not be asked for.
+    that, whatever `led` is by then: whether a controller leads now, for a Pod whose readiness gate nobody
+    opens is never ready. Raises SettingsError where rfork would not be found by the engine, which then must
+    not be asked for, or where the cluster does not know what would bring it.
 
     With ``same-host: ipc`` the Pod gets the node's IPC and PID namespaces, which cuda_ipc needs for memory of
     cudaMalloc: they let it see all processes of the node, so no setting does that, only the Pod's own
@@ -56,7 +59,7 @@ def mutated(
     somebody has to open it, or forks go over the network.
     """
     change = _Change(pod, wanted)
-    files_at = change.files(wanted.files or settings.files, settings.image)
+    files_at = change.files(wanted.files or settings.files, settings.image, settings.image_volumes)
     drains = change.drain(settings.drain_s if wanted.drain_s is None else wanted.drain_s, files_at)
     same_host = wanted.same_host or ("true" if settings.same_host else "false")
     if same_host != "false":
@@ -65,8 +68,9 @@ def mutated(
         change.host_namespaces()
     if settings.ca_secret:
         change.tls(settings.ca_secret)
-    if settings.readiness_gate:
+    if settings.readiness_gate and led:
         change.gate()
+    change.probe()
     change.variables(
         environment(wanted, settings, planner_url, same_host=same_host != "false", drains=drains), files_at
     )
@@ -88,14 +92,24 @@ class _Change:
         self._annotations = _object(self.pod["metadata"], "annotations")
         self._again = names.INJECTED in self._annotations
 
-    def files(self, how: str, image: str) -> str | None:
-        """Bring rfork's files in; the folder that they lie in, None where the image has rfork."""
+    def files(self, how: str, image: str, image_volumes: bool) -> str | None:
+        """Bring rfork's files in; the folder that they lie in, None where the image is said to have rfork.
+
+        What is in the image is not known here. With ``none`` and an image without rfork the engine ends as
+        it starts, for it refuses `--load-format rfork`: who cannot be sure takes ``init``.
+        """
         if how == "none":
             return None
         if not image:
             raise SettingsError(
                 "there is no image of rfork's files to take them from",
                 hint=f"set RFORK_HOOK_IMAGE for the webhook, or {names.FILES}: none if the image has rfork",
+            )
+        if how == "image" and not image_volumes:
+            raise SettingsError(
+                "rfork's files are to come as an image volume, which this cluster is not said to know",
+                hint=f"set {names.FILES}: init, or, from Kubernetes 1.35 on, RFORK_HOOK_IMAGE_VOLUMES=true for "
+                "the webhook",
             )
         volume: Document = {"name": FILES_VOLUME}
         volume |= {"image": {"reference": image}} if how == "image" else {"emptyDir": {}}
@@ -174,10 +188,23 @@ class _Change:
         self._mounted({"name": TLS_VOLUME, "secret": {"secretName": secret, "optional": True}}, TLS, True)
 
     def gate(self) -> None:
-        """The Pod is ready once the controller says that its weights are."""
+        """The Pod is ready once the controller says that its weights are.
+
+        One that was changed before keeps what it got then, for whether a controller leads may have changed.
+        """
+        if self._again:
+            return
         gates = _list(self._spec, "readinessGates")
         if not any(gate["conditionType"] == names.WEIGHTS_READY for gate in gates):
             gates.append({"conditionType": names.WEIGHTS_READY})
+
+    def probe(self) -> None:
+        """Say so where Kubernetes cannot tell when the engine answers. What `pytorch` runs may answer nobody."""
+        if self._wanted.engine != "pytorch" and not self._container.get("readinessProbe") and not self._again:
+            self._note(
+                f"container {self._wanted.container} has no readinessProbe, so the Pod counts as ready before "
+                "the engine answers: give it one that asks the engine's /health"
+            )
 
     def variables(self, ours: Iterable[Document], files_at: str | None) -> None:
         """The environment, behind what is there; of that only Python's path and plug-in lists are changed."""

@@ -30,11 +30,12 @@ class Topology:
     """The Nodes' labels, in memory of the webhook's process."""
 
     def __init__(self, settings: HookSettings) -> None:
-        self._labels = {
+        labels = {
             names.ZONE: settings.zone_label,
             names.RACK: settings.rack_label,
             names.NVLINK: settings.nvlink_label,
         }
+        self._labels = labels if settings.topology else {}
         self._annotations: dict[str, Mapping[str, str]] = {}
 
     async def follow(self, cluster: Nodes) -> None:

@@ -59,7 +59,9 @@ async def _keeper(settings: HookSettings, watch: Watch) -> AsyncIterator[Keeper]
 
 
 async def _follow(settings: HookSettings, topology: Topology) -> None:
-    """Keep up with Nodes; the webhook does without where that is not possible."""
+    """Keep up with Nodes, if Pods are to be told; the webhook does without where that is not possible."""
+    if not settings.topology:
+        return
     try:
         cluster = connect(settings)
     except SettingsError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import rfork
+from deploy.docker.files import SHIMS
 from rfork.cli.launch import parsed
 from rfork.commands import ENTRY_POINTS
 from rfork.engines.launch import findable, for_the_engine, replica_name, rewritten
@@ -147,3 +148,19 @@ def test_the_plug_in_is_found_where_nothing_is_installed() -> None:
         }
         there = (Path(folder) / "rfork" / "engines" / "launch.py").exists()
     assert (dict(ENTRY_POINTS), "/before", True, False) == (found, rest, there, Path(folder).exists())
+
+
+def test_rfork_as_files_has_the_entry_points_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that know what to do in an image whose packages are too old."""
+    (tmp_path / "_files.py").touch()
+    monkeypatch.setattr("rfork.__file__", str(tmp_path / "__init__.py"))
+    with findable({}) as environment:
+        found = {
+            point.group: point.value
+            for distribution in importlib.metadata.distributions(path=[environment["PYTHONPATH"]])
+            for point in distribution.entry_points
+        }
+    assert SHIMS == found
+    assert {"rfork._files:vllm", "rfork._files:sglang"} == set(found.values())

@@ -77,7 +77,7 @@ async def test_all_end_with_one_that_fails(
 
 async def test_a_missing_extra_is_named() -> None:
     """The hint is the command that brings it."""
-    hooks: dict[HookName, Run] = {"webhook": failing(ImportError("no", name="jsonpatch"))}
+    hooks: dict[HookName, Run] = {"webhook": failing(ImportError("no", name="lightkube"))}
     with pytest.raises(MissingExtra) as caught:
         await Hooks(["webhook"], *SETTINGS, keep=False, hooks=hooks).run()
     assert "pip install 'rfork[kubernetes]'" == caught.value.hint

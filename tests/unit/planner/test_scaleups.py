@@ -46,7 +46,7 @@ def store(time: FakeTime) -> CountingStore:
 @pytest.fixture
 def registry(time: FakeTime, store: CountingStore) -> Registry:
     """A registry that would wait for a minute, and plans at once whom nobody announced."""
-    return make_registry(time, store, gather_s=60)
+    return make_registry(time, store, gather_s=4)
 
 
 def scaleup(replicas: int, name: str = "up", **changes: object) -> ScaleUp:
@@ -265,7 +265,7 @@ async def test_a_scale_up_that_expires_between_two_sweeps_releases_its_waiters(
     time: FakeTime, store: CountingStore
 ) -> None:
     """Whoever waits looks at the time by itself."""
-    registry = make_registry(time, store, gather_s=60)
+    registry = make_registry(time, store, gather_s=4)
     await registry.scaleups.announce(scaleup(2, expires_in_s=0.02))
     tasks = start(registry.ask(ask("a")))
     await idle()

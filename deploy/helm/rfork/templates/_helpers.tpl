@@ -51,6 +51,16 @@ app.kubernetes.io/component: {{ include "rfork.home" . }}
 {{- else }}{{ $image.repository }}:{{ default .Chart.AppVersion $image.tag }}{{ end }}
 {{- end }}
 
+{{- /* The image that holds rfork's files for instances: the chart's own does, too. */}}
+{{- define "rfork.filesImage" -}}
+{{- default (include "rfork.image" .) .Values.instances.image }}
+{{- end }}
+
+{{- /* Whether the cluster mounts images as volumes by itself: true or false. */}}
+{{- define "rfork.mountsImages" -}}
+{{- semverCompare ">=1.35-0" .Capabilities.KubeVersion.Version }}
+{{- end }}
+
 {{- /* Namespaces of instances, as a JSON list. */}}
 {{- define "rfork.namespaces" -}}
 {{- default (list .Release.Namespace) (uniq .Values.instances.namespaces) | toJson }}
@@ -125,8 +135,8 @@ app.kubernetes.io/component: {{ include "rfork.home" . }}
 {{- end }}
 {{- end }}
 {{- with .Values.instances }}
-{{- if and (ne .files "none") (not .image) }}
-{{- fail (printf "instances.files is %s: name the image that holds rfork's files in instances.image" .files) }}
+{{- if and (eq .files "image") (ne "true" (include "rfork.mountsImages" $)) }}
+{{- fail (printf "instances.files is image, but volumes of images need Kubernetes 1.35, and this is %s: set instances.files=init" $.Capabilities.KubeVersion.Version) }}
 {{- end }}
 {{- if and (lt (int .peerPort) (add .httpPort .ports | int)) (lt (int .httpPort) (add .peerPort .ports | int)) }}
 {{- fail "instances.peerPort and instances.httpPort are closer than instances.ports: their ranges overlap" }}

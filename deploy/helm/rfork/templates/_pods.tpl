@@ -26,10 +26,8 @@ imagePullSecrets:
 {{- with $pods.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
-{{- with $pods.nodeSelector }}
 nodeSelector:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
+  {{- toYaml (merge (dict) $pods.nodeSelector (dict "kubernetes.io/os" "linux")) | nindent 2 }}
 {{- with $pods.tolerations }}
 tolerations:
   {{- toYaml . | nindent 2 }}
@@ -158,15 +156,17 @@ readinessProbe:
 - {name: RFORK_HOOK_WEBHOOK_PORT, value: {{ $webhook.port | quote }}}
 - {name: RFORK_HOOK_PLANNER, value: {{ default (include "rfork.plannerUrl" .) $instances.plannerUrl | quote }}}
 - {name: RFORK_HOOK_FILES, value: {{ $instances.files }}}
-- {name: RFORK_HOOK_IMAGE, value: {{ $instances.image | quote }}}
+- {name: RFORK_HOOK_IMAGE, value: {{ include "rfork.filesImage" . | quote }}}
+- {name: RFORK_HOOK_IMAGE_VOLUMES, value: {{ include "rfork.mountsImages" . | quote }}}
 - {name: RFORK_HOOK_TOKEN_SECRET, value: {{ $instances.tokenSecret | quote }}}
 - {name: RFORK_HOOK_CA_SECRET, value: {{ $instances.tlsSecret | quote }}}
-- {name: RFORK_HOOK_READINESS_GATE, value: {{ and $instances.readinessGate .Values.controller.enabled | quote }}}
+- {name: RFORK_HOOK_READINESS_GATE, value: {{ include "rfork.gates" . | quote }}}
 - {name: RFORK_HOOK_SAME_HOST, value: {{ $instances.sameHost | quote }}}
 - {name: RFORK_HOOK_DRAIN_S, value: {{ $instances.drainSeconds | quote }}}
 - {name: RFORK_HOOK_PEER_PORT, value: {{ $instances.peerPort | quote }}}
 - {name: RFORK_HOOK_HTTP_PORT, value: {{ $instances.httpPort | quote }}}
 - {name: RFORK_HOOK_PORTS, value: {{ $instances.ports | quote }}}
+- {name: RFORK_HOOK_TOPOLOGY, value: {{ $webhook.topology.enabled | quote }}}
 - {name: RFORK_HOOK_ZONE_LABEL, value: {{ $webhook.topology.zoneLabel | quote }}}
 - {name: RFORK_HOOK_RACK_LABEL, value: {{ $webhook.topology.rackLabel | quote }}}
 - {name: RFORK_HOOK_NVLINK_LABEL, value: {{ $webhook.topology.nvlinkLabel | quote }}}
@@ -195,10 +195,19 @@ readinessProbe:
 {{- end }}
 {{- end }}
 
+{{- /* By which replicas of the controller choose who acts, and the webhook sees whether anyone does; once in a process. */}}
+{{- define "rfork.leaseEnv" -}}
+- {name: RFORK_HOOK_LEASE, value: {{ include "rfork.fullname" . }}-controller}
+- {name: RFORK_HOOK_LEASE_S, value: {{ .Values.controller.leaseSeconds | quote }}}
+{{- end }}
+
+{{- /* Whether Pods get the readiness gate, for which the webhook looks at the controller's Lease: true or false. */}}
+{{- define "rfork.gates" -}}
+{{- and .Values.instances.readinessGate .Values.controller.enabled }}
+{{- end }}
+
 {{- define "rfork.controllerEnv" -}}
 {{- $controller := .Values.controller -}}
-- {name: RFORK_HOOK_LEASE, value: {{ include "rfork.fullname" . }}-controller}
-- {name: RFORK_HOOK_LEASE_S, value: {{ $controller.leaseSeconds | quote }}}
 - {name: RFORK_HOOK_LOOK_S, value: {{ $controller.lookSeconds | quote }}}
 - {name: RFORK_HOOK_SCALEUP_S, value: {{ $controller.scaleupSeconds | quote }}}
 - {name: RFORK_HOOK_GRACE_S, value: {{ $controller.graceSeconds | quote }}}

@@ -142,6 +142,11 @@ class Controller:
         memory.came = (memory.came | seen.instances.keys() | seen.forks.keys()) & pods.keys()
         memory.changed = {uid: at for uid, at in memory.changed.items() if uid in pods}
         memory.said = {uid: said for uid, said in memory.said.items() if uid in pods}
+        if memory.announced or memory.told_away:
+            # Where all of a workload is gone, its namespace may be too, in which nobody can be told any more.
+            known = scaling.own_names(seen)
+            memory.announced = {uid: one for uid, one in memory.announced.items() if uid in known}
+            memory.told_away = {uid: about for uid, about in memory.told_away.items() if uid in known}
         return seen
 
     # -- what is to be done ------------------------------------------------------------------------

@@ -12,18 +12,21 @@ from rfork.settings import HookSettings
 Document = dict[str, Any]
 
 PLANNER = "http://rfork.rfork-system:8700"
+PROBE = {"httpGet": {"path": "/health", "port": 8000}}
 VLLM = ["vllm", "serve", "org/llama"]
 SGLANG = ["python3", "-m", "sglang.launch_server", "--model-path", "org/llama"]
 
 
 def hook(**options: object) -> HookSettings:
-    """What the webhook is told; images of files have a name where files are asked for."""
+    """What the webhook is told; where files are asked for there is an image of them, and a way to bring it."""
     image = {} if options.get("files", "none") == "none" else {"image": "registry/rfork:1"}
-    return HookSettings(**{**image, **options})  # type: ignore[arg-type]  # each test names options
+    known = {"image_volumes": True} if options.get("files") == "image" else {}
+    return HookSettings(**{**image, **known, **options})  # type: ignore[arg-type]  # each test names options
 
 
 def container(name: str = "engine", **more: object) -> Document:
-    """A container that serves with vLLM, unless told otherwise."""
+    """A container that serves with vLLM, and has a readinessProbe, unless told otherwise."""
+    more.setdefault("readinessProbe", PROBE)
     if "command" not in more and "args" not in more:
         more["command"] = list(VLLM)
     return {
@@ -172,6 +175,7 @@ SETTINGS = st.builds(
     image=st.just("registry/rfork:1"),
     files=st.sampled_from(["none", "init", "image"]),
     ca_secret=st.sampled_from(["", "rfork-tls"]),
+    image_volumes=st.just(True),
     readiness_gate=st.booleans(),
     same_host=st.booleans(),
     drain_s=st.sampled_from([0.0, 0.5, 60.0]),

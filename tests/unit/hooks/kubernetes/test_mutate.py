@@ -10,6 +10,7 @@ import kubernetes_validate
 import pytest
 from hypothesis import HealthCheck, assume, given
 from hypothesis import settings as trying
+from hypothesis import strategies as st
 
 import rfork
 from planner.hooks.kubernetes import names
@@ -38,11 +39,13 @@ def injected(document: Document, **options: object) -> Document:
     return made
 
 
-def change(document: Document, settings: HookSettings) -> tuple[Document, tuple[str, ...]]:
-    """The Pod after the webhook, and its notes."""
+def change(
+    document: Document, settings: HookSettings, *, led: bool = True
+) -> tuple[Document, tuple[str, ...]]:
+    """The Pod after the webhook, and its notes; a controller leads unless told otherwise."""
     found = wanted(document)
     assert isinstance(found, Wanted), found
-    return mutated(document, found, settings, PLANNER)
+    return mutated(document, found, settings, PLANNER, led=led)
 
 
 def engine_of(document: Document) -> Document:
@@ -206,6 +209,48 @@ def test_files_without_an_image_are_refused() -> None:
     """The engine would not start: it does not know the load format."""
     with pytest.raises(SettingsError, match="no image of rfork's files"):
         change(pod(annotations={names.FILES: "init"}), hook())
+
+
+@pytest.mark.parametrize(
+    ("document", "settings"),
+    [
+        (pod(), hook(files="image", image_volumes=False)),
+        (pod(annotations={names.FILES: "image"}), hook(files="init")),
+    ],
+)
+def test_an_image_volume_where_the_cluster_knows_none_is_refused(
+    document: Document, settings: HookSettings
+) -> None:
+    """By setting or annotation: such a Pod would be refused, or start without the volume."""
+    with pytest.raises(SettingsError, match="as an image volume, which this cluster is not said to know"):
+        change(document, settings)
+
+
+@pytest.mark.parametrize(
+    ("setting", "led", "expected"),
+    [(True, True, [names.WEIGHTS_READY]), (True, False, []), (False, True, []), (False, False, [])],
+)
+def test_only_where_a_controller_leads_is_there_a_gate(setting: bool, led: bool, expected: list[str]) -> None:
+    """Nothing is told of it; reviewed again, the Pod keeps what it got, whoever leads by then."""
+    settings = hook(readiness_gate=setting)
+    once, notes = change(pod(), settings, led=led)
+    assert () == notes
+    assert expected == [each["conditionType"] for each in once["spec"].get("readinessGates", ())]
+    assert [(once, ())] * 2 == [change(once, settings, led=later) for later in (True, False)]
+
+
+def test_an_engine_without_a_readiness_probe_is_told() -> None:
+    """Once; what runs PyTorch may answer nobody."""
+    bare = pod(container(readinessProbe=None))
+    note = (
+        "container engine has no readinessProbe, so the Pod counts as ready before the engine answers: "
+        "give it one that asks the engine's /health"
+    )
+    made, notes = change(bare, hook())
+    assert ((note,), note) == (notes, made["metadata"]["annotations"][names.NOTES])
+    assert (made, ()) == change(made, hook())
+    training = pod(container(command=["x"], readinessProbe=None), annotations={names.ENGINE: "pytorch"})
+    assert () == change(training, hook())[1]
 
 
 @pytest.mark.parametrize(
@@ -394,16 +439,16 @@ def test_a_second_call_changes_nothing(document: Document, files: str) -> None:
 
 
 @trying(suppress_health_check=[HealthCheck.filter_too_much], deadline=None)
-@given(labelled_pods(), SETTINGS)
-def test_twice_is_once(document: Document, settings: HookSettings) -> None:
-    """For any Pod that can be helped; the Pod itself stays as it was."""
+@given(labelled_pods(), SETTINGS, st.booleans(), st.booleans())
+def test_twice_is_once(document: Document, settings: HookSettings, led: bool, led_later: bool) -> None:
+    """For any Pod that can be helped, whoever leads then; the Pod itself stays as it was."""
     document = json.loads(json.dumps(document))  # in which no list stands in two places
     found = wanted(document)
     assume(isinstance(found, Wanted))
     assert isinstance(found, Wanted)
     kept = copy.deepcopy(document)
-    once, _ = mutated(document, found, settings, PLANNER)
+    once, _ = mutated(document, found, settings, PLANNER, led=led)
     again = wanted(once)
     assert isinstance(again, Wanted), again
-    twice, notes = mutated(once, again, settings, PLANNER)
+    twice, notes = mutated(once, again, settings, PLANNER, led=led_later)
     assert (kept, once, ()) == (document, twice, notes)

@@ -52,6 +52,19 @@ async def test_what_could_not_be_told_is_told_later(stage: Stage) -> None:
     assert ["Deployment/serve-1 ScaleUp: 3 replicas are expected: they fork from 2 seeds"] == stage.events()
 
 
+async def test_what_is_gone_is_not_told_of_for_ever(stage: Stage) -> None:
+    """A workload that went before it could be told: its namespace may be gone, which takes no Event again."""
+    deployment, _ = await serving(stage)
+    stage.cluster.away = True
+    stage.cluster.scale(deployment, 4)
+    await stage.step()
+    stage.cluster.remove_workload(deployment)
+    await stage.step()
+    failed = stage.metric("failed_actions_total", action="event")
+    await stage.step(times=200)
+    assert failed == stage.metric("failed_actions_total", action="event")
+
+
 async def test_pods_that_are_made_change_nothing_that_was_announced(stage: Stage) -> None:
     """The Pods of an announced scale-up are those that were announced."""
     deployment, _ = await serving(stage)

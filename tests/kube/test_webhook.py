@@ -1,0 +1,303 @@
+"""The webhook as a process, beside a real API server: its certificates, another webhook, its absence.
+
+The chart is installed; the API server calls one replica, by a URL. Of a second one it is seen by handshakes
+that what it shows is trusted, for in a cluster a Service may send any call to either.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Final, cast
+
+import pytest
+import trustme
+from lightkube import Client
+from lightkube.resources.admissionregistration_v1 import MutatingWebhookConfiguration
+from lightkube.resources.core_v1 import Pod, Secret
+
+from planner.hooks.kubernetes import authority, names
+from tests.kube.control_plane import ControlPlane
+from tests.kube.installation import Installation, free_ports, installed
+from tests.kube.test_kubelet import until
+
+LOOK: Final = {"RFORK_HOOK_LOOK_S": "0.2"}
+MESHED: Final = {"mesh": "yes"}
+"""The label of Pods that the other webhook gives a sidecar."""
+SIDECAR: Final = {"name": "mesh", "image": "mesh:1", "args": ["proxy"]}
+EXPIRED: Final = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def hooks(
+    plane: ControlPlane, admin: Client, helm: Path, namespace: str, tmp_path: Path
+) -> Iterator[Installation]:
+    """The chart, with no process: Pods are not told whether there is a planner."""
+    with installed(plane, admin, helm, namespace, tmp_path) as made:
+        yield made
+
+
+class Pods:
+    """Pods with the label, created by a test as others create theirs."""
+
+    def __init__(self, admin: Client, namespace: str) -> None:
+        self._admin, self._namespace = admin, namespace
+        self.made = 0
+
+    def create(self, labels: Mapping[str, str] | None = None, *, dry_run: bool = False) -> Pod:
+        """A further one, as the API server answers."""
+        document = {
+            "metadata": {"generateName": "engine-", "labels": {names.MODEL: "llama", **(labels or {})}},
+            "spec": {"containers": [{"name": "engine", "image": "none", "command": ["vllm", "serve", "m"]}]},
+        }
+        self.made += not dry_run
+        pod = cast(Pod, Pod.from_dict(document))
+        return self._admin.create(pod, namespace=self._namespace, dry_run=dry_run)
+
+    def injected(self) -> bool:
+        """Whether a further one is changed. One that is not is as it was written."""
+        made = self.create()
+        assert made.metadata is not None
+        assert made.spec is not None
+        if names.INJECTED in (made.metadata.annotations or {}):
+            return True
+        assert (None, None, None, ["vllm", "serve", "m"]) == (
+            made.metadata.annotations,
+            made.spec.readinessGates,
+            made.spec.containers[0].env,
+            made.spec.containers[0].command,
+        )
+        return False
+
+
+def test_replicas_share_their_certificate_whatever_becomes_of_it(
+    hooks: Installation, admin: Client, namespace: str
+) -> None:
+    """Two replicas: the caBundle emptied, the Secret deleted, then broken; Pods are injected all the time."""
+    pods, (port, health) = Pods(admin, namespace), free_ports(2)
+    hooks.start("webhook", "a", **LOOK)
+    hooks.start("webhook", "b", RFORK_HOOK_WEBHOOK_PORT=str(port), RFORK_HOOK_HEALTH_PORT=str(health), **LOOK)
+    secret = f"{hooks.release}-webhook-tls"
+    until(lambda: all(bundles(admin, hooks)), "nobody sets the caBundle")
+    until(pods.injected, "no Pod is injected")
+
+    # Whoever empties it takes the API server's trust: until it is set again Pods start unchanged.
+    emptied = admin.get(MutatingWebhookConfiguration, hooks.release)
+    for each in emptied.webhooks or ():
+        each.clientConfig.caBundle = None
+    admin.replace(emptied)
+    until(lambda: all(bundles(admin, hooks)), "nobody sets the caBundle again")
+    until(pods.injected, "no Pod is injected once the caBundle is there again")
+
+    def while_pods_come(holds: Callable[[], bool], what: str) -> None:
+        def look() -> bool:
+            assert pods.injected()
+            for bundle in bundles(admin, hooks):
+                handshake(port, bundle)
+            return holds()
+
+        until(look, what)
+
+    def shown() -> list[float]:
+        return [hooks.metric(name, "rfork_webhook_certificate_changes_total") for name in ("a", "b")]
+
+    def replaced(before: str) -> bool:
+        found = admin.list(Secret, namespace=hooks.namespace, fields={"metadata.name": secret})
+        return any((each.data or {}).get(authority.CA) not in (None, before) for each in found)
+
+    begun = shown()
+    first = authority_of(admin, hooks, secret)
+    admin.delete(Secret, secret, namespace=hooks.namespace)
+    while_pods_come(lambda: replaced(first), "nobody makes a new Secret")
+    while_pods_come(
+        lambda: all(len(authority.authorities(bundle)) == 2 for bundle in bundles(admin, hooks)),
+        "the authorities before and after are not both trusted",
+    )
+    while_pods_come(lambda: shown() == [count + 1 for count in begun], "the new one is not shown by both")
+
+    second = authority_of(admin, hooks, secret)
+    broken = {"tls.crt": base64.b64encode(b"rubbish").decode(), "tls.key": ""}
+    admin.patch(Secret, secret, {"data": {**broken, "ca.crt": None}}, namespace=hooks.namespace)
+    while_pods_come(lambda: replaced(second), "nobody replaces what is broken")
+    while_pods_come(lambda: shown() == [count + 2 for count in begun], "the third is not shown by both")
+    assert any("the certificate's Secret is broken" in hooks.log(name) for name in ("a", "b"))
+    assert pods.made == len(list(admin.list(Pod, namespace=namespace)))
+
+
+def test_a_certificate_of_others_that_expired(
+    hooks: Installation, admin: Client, namespace: str, tmp_path: Path
+) -> None:
+    """Pods start unchanged, and log and metric say why; the renewed one is shown without a restart."""
+    pods, issuer, mount = Pods(admin, namespace), trustme.CA(), tmp_path / "tls"
+    bundle = base64.b64encode(issuer.cert_pem.bytes()).decode()
+    hooks.values["webhook"] |= {
+        "certificates": {"mode": "secret", "existingSecret": "tls"},
+        "caBundle": bundle,
+    }
+    hooks.helm("upgrade")
+    mounted(mount, issuer.issue_cert("127.0.0.1", not_after=EXPIRED))
+    hooks.start("webhook", RFORK_HOOK_CERTIFICATES=str(mount), **LOOK)
+    with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
+        handshake(hooks.webhook_port, issuer.cert_pem.bytes())
+    assert not pods.injected()
+    assert 0 == hooks.metric("webhook", "rfork_webhook_certificate_valid")
+    assert EXPIRED.timestamp() == hooks.metric("webhook", "rfork_webhook_certificate_not_after_seconds")
+    assert 1 == hooks.log("webhook").count("CERTIFICATE HAS EXPIRED")
+
+    mounted(mount, issuer.issue_cert("127.0.0.1"))
+    until(lambda: hooks.metric("webhook", "rfork_webhook_certificate_valid") == 1, "the new one is not shown")
+    until(pods.injected, "no Pod is injected")
+    assert 2 == hooks.metric("webhook", "rfork_webhook_certificate_changes_total")
+    assert 0 == hooks.metric("webhook", "rfork_webhook_certificate_troubles_total")
+
+
+def test_another_webhook_adds_a_container_after_it(
+    hooks: Installation, admin: Client, namespace: str
+) -> None:
+    """The Pod is reviewed once more, and gets what it gets without the other one, or in a dry run."""
+    pods = Pods(admin, namespace)
+    hooks.start("webhook", **LOOK)
+    until(pods.injected, "no Pod is injected")
+    alone = pods.create()
+    assert plain(alone) == plain(pods.create(dry_run=True))
+    with mesh(admin, namespace):
+        # The API server may need a moment to hear of the other webhook.
+        until(lambda: containers(pods.create(MESHED))[0] == SIDECAR["name"], "there is no sidecar")
+        before = reviewed(hooks)
+        both = pods.create(MESHED)
+        assert 2 == reviewed(hooks) - before
+    assert ["mesh", "engine"] == containers(both)
+    assert plain(alone) == plain(both)
+    assert 0 == hooks.log("webhook").count("review failed")
+
+
+def test_a_webhook_that_died_holds_no_pod_up(hooks: Installation, admin: Client, namespace: str) -> None:
+    """Killed: Pods are created as they are written; started again: the next are injected."""
+    pods = Pods(admin, namespace)
+    hooks.start("webhook", **LOOK)
+    until(pods.injected, "no Pod is injected")
+    hooks.kill("webhook")
+    assert [False] * 3 == [pods.injected() for _ in range(3)]
+    hooks.start("webhook", **LOOK)
+    assert pods.injected()
+
+
+def bundles(admin: Client, hooks: Installation) -> list[bytes]:
+    """The caBundle of each webhook of the release."""
+    found = admin.get(MutatingWebhookConfiguration, hooks.release).webhooks or []
+    assert 2 == len(found)
+    return [base64.b64decode(each.clientConfig.caBundle or "") for each in found]
+
+
+def authority_of(admin: Client, hooks: Installation, secret: str) -> str:
+    """The authority in the webhook's Secret, in base64."""
+    return str((admin.get(Secret, secret, namespace=hooks.namespace).data or {})[authority.CA])
+
+
+def handshake(port: int, bundle: bytes) -> None:
+    """As an API server that trusts the bundle. Raises ssl.SSLError where what is shown is not of it."""
+    context = ssl.create_default_context(cadata=bundle.decode())
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=5) as connection,
+        context.wrap_socket(connection, server_hostname="127.0.0.1"),
+    ):
+        pass
+
+
+def mounted(folder: Path, pair: trustme.LeafCert) -> None:
+    """Put a certificate into a folder as the kubelet does with a Secret: all of its files change at once."""
+    folder.mkdir(exist_ok=True)
+    data = folder / f"..{len(list(folder.iterdir()))}"
+    data.mkdir()
+    chain = b"".join(part.bytes() for part in pair.cert_chain_pems)
+    for name, content in {"tls.crt": chain, "tls.key": pair.private_key_pem.bytes()}.items():
+        (data / name).write_bytes(content)
+        if not (folder / name).is_symlink():
+            (folder / name).symlink_to(Path("..data", name))
+    (folder / "..new").symlink_to(data.name)
+    os.replace(folder / "..new", folder / "..data")
+
+
+def containers(pod: Pod) -> list[str]:
+    """Their names, in order."""
+    return [each.name for each in (pod.spec.containers if pod.spec else ())]
+
+
+def reviewed(hooks: Installation) -> float:
+    """How often the webhook was asked about a Pod."""
+    return hooks.metric("webhook", "rfork_webhook_reviews_total", path="mutate")
+
+
+def plain(pod: Pod) -> dict[str, Any]:
+    """What the Pod is to be, less what the other webhook adds."""
+    document = pod.to_dict()
+    spec = dict(document["spec"])
+    spec["containers"] = [each for each in spec["containers"] if each["name"] != SIDECAR["name"]]
+    return {"annotations": document["metadata"]["annotations"], "spec": spec}
+
+
+@contextlib.contextmanager
+def mesh(admin: Client, namespace: str) -> Iterator[None]:
+    """Another webhook, called after rfork's: it puts a container before those of Pods with `MESHED`."""
+    issuer = trustme.CA()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    issuer.issue_cert("127.0.0.1").configure_cert(context)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Mesh)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    webhook = {
+        "name": "mesh.example.com",
+        "admissionReviewVersions": ["v1"],
+        "sideEffects": "None",
+        "reinvocationPolicy": "IfNeeded",
+        "objectSelector": {"matchLabels": MESHED},
+        "clientConfig": {
+            "url": f"https://127.0.0.1:{server.server_port}/",
+            "caBundle": base64.b64encode(issuer.cert_pem.bytes()).decode(),
+        },
+        "rules": [
+            {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
+        ],
+    }
+    # They are called in the order of their names.
+    document = {"metadata": {"name": f"zz-{namespace}"}, "webhooks": [webhook]}
+    try:
+        admin.create(cast(MutatingWebhookConfiguration, MutatingWebhookConfiguration.from_dict(document)))
+        yield
+    finally:
+        admin.delete(MutatingWebhookConfiguration, f"zz-{namespace}")
+        server.shutdown()
+        server.server_close()
+
+
+class Mesh(BaseHTTPRequestHandler):
+    """Answers AdmissionReviews."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["request"]
+        there = [each["name"] for each in asked["object"]["spec"]["containers"]]
+        patch = [{"op": "add", "path": "/spec/containers/0", "value": SIDECAR}]
+        response = {
+            "uid": asked["uid"],
+            "allowed": True,
+            "patchType": "JSONPatch",
+            "patch": base64.b64encode(
+                json.dumps([] if SIDECAR["name"] in there else patch).encode()
+            ).decode(),
+        }
+        review = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(review).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass

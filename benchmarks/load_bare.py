@@ -16,7 +16,8 @@ from typing import Final
 import uvicorn
 from fastapi import FastAPI
 
-from planner.service import SHUTDOWN_S, bind, url_of
+from planner.listening import SHUTDOWN_S
+from planner.service import bind, url_of
 from rfork.settings import PlannerSettings, load
 from rfork.wire import ForkRequest, Lease, Placement, Plan, Route
 

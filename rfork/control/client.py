@@ -111,11 +111,22 @@ class PlannerClient:
         return self._rest.parsed(INSTANCE, "GET", _instance(instance_id))
 
     def instances(
-        self, *, model: str | None = None, state: InstanceState | None = None, host: str | None = None
+        self,
+        *,
+        model: str | None = None,
+        state: InstanceState | None = None,
+        host: str | None = None,
+        replica: str | None = None,
     ) -> list[InstanceView]:
-        """The instances the planner knows, in the order of their ids, fetched page after page."""
+        """The instances the planner knows, in the order of their ids, fetched page after page.
+
+        `replica`: the ranks of one server, which costs the planner nothing for the others. One that does not
+        know that filter lists them all.
+        """
         pages = self._pages(
-            lambda after: self.instance_page(model=model, state=state, host=host, after=after, limit=PAGE)
+            lambda after: self.instance_page(
+                model=model, state=state, host=host, replica=replica, after=after, limit=PAGE
+            )
         )
         return [item for page in pages for item in page.items]
 
@@ -125,11 +136,14 @@ class PlannerClient:
         model: str | None = None,
         state: InstanceState | None = None,
         host: str | None = None,
+        replica: str | None = None,
         after: str | None = None,
         limit: int | None = None,
     ) -> InstancePage:
         """Some of the instances: at most `limit`, from behind the cursor `after` on."""
-        query = {"model": model, "state": state, "host": host, "after": after, "limit": limit}
+        query = {
+            "model": model, "state": state, "host": host, "replica": replica, "after": after, "limit": limit,
+        }  # fmt: skip
         return self._rest.parsed(INSTANCE_PAGE, "GET", "/v1/instances", query=query)
 
     # -- forks ------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from rfork.errors import PlannerRefused, PlannerUnreachable, SourceBusy
 from rfork.wire import MayExit
 
 LOOK_S = 0.5
+AWAY_S = 10.0
+"""How long a server's end waits for a planner that does not answer: one that restarts is back by then."""
 LAST_SEED = "last-seed"
 """The planner's problem with draining the last that holds its weights."""
 FORBIDDEN = "forbidden"
@@ -98,18 +100,19 @@ def drain_replica(
     on_wait: OnWait | None = None,
     stop: threading.Event | None = None,
 ) -> list[Drained]:
-    """Drain all instances of one server, those whose ids begin with ``REPLICA-``, and wait for all.
+    """Drain all instances of one server, and wait for all, over restarts of the planner.
+
+    They are those whose ids begin with ``REPLICA-target-`` or ``REPLICA-draft-``.
 
     At most `wait_s` seconds in all; `force`: though some are the last that hold their weights. Where this
     caller's token may not force that, their readers are waited for all the same. All are drained before one
-    is waited for. Returns what became of each: none where the planner knows none. Raises PlannerRefused,
-    without `force`, where one is a last seed, and PlannerUnreachable where the planner cannot be asked who
-    they are.
+    is waited for. `stop` ends the wait early. Returns what became of each: none where the planner knows none.
+    Raises PlannerRefused, without `force`, where one is a last seed, and PlannerUnreachable where the planner
+    could not be asked who they are, for `AWAY_S` at most.
     """
     deadline = time.monotonic() + wait_s
-    found = sorted(
-        view.report.instance_id for view in client.instances() if _is_of(view.report.instance_id, replica)
-    )
+    stop = stop or threading.Event()
+    found = _ranks(client, replica, min(deadline, time.monotonic() + AWAY_S), on_wait, stop)
     for instance_id in found:
         try:
             _drain(client, instance_id, force=force)
@@ -134,6 +137,28 @@ def drain_replica(
         else:
             ended.append(Drained(instance_id, True, answer.reason))
     return ended
+
+
+def _ranks(
+    client: PlannerClient, replica: str, deadline: float, on_wait: OnWait | None, stop: threading.Event
+) -> list[str]:
+    """Who they are, asked until the planner answers; raises PlannerUnreachable at the deadline."""
+    while True:
+        try:
+            views = client.instances(replica=replica)
+        except PlannerUnreachable as error:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or stop.is_set():
+                raise
+            why = str(error)
+        else:
+            # A planner that does not know the filter lists the whole fleet.
+            return sorted(
+                view.report.instance_id for view in views if _is_of(view.report.instance_id, replica)
+            )
+        if on_wait is not None:
+            on_wait(why)
+        stop.wait(min(LOOK_S, left_s))
 
 
 def _is_of(instance_id: str, replica: str) -> bool:

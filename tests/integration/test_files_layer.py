@@ -288,7 +288,7 @@ def test_the_command_runs_whatever_the_image_has(image: Image) -> None:
     )
     helped = image.rfork("drain", "--help")
     assert (0, "Usage: rfork drain [OPTIONS] [INSTANCE]") == (helped.returncode, helped.stdout.split("\n")[0])
-    done = image.rfork("drain", "--replica", "server-1", "--planner", "http://127.0.0.1:9")
+    done = image.rfork("drain", "--replica", "server-1", "--planner", "http://127.0.0.1:9", "--wait", "0")
     assert "error: planner http://127.0.0.1:9 cannot be reached" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -113,8 +113,8 @@ def test_other_signals_go_on_as_they_came(launch: Launch, number: signal.Signals
 
 
 def test_a_planner_that_is_away_does_not_hold_up_the_end(launch: Launch) -> None:
-    """A SIGTERM goes on to the engine, though nobody can be asked to drain it."""
-    process = launch()
+    """A SIGTERM goes on to the engine in the time of a drain, though nobody can be asked for one."""
+    process = launch(drain_s="0.5")
     process.signal(signal.SIGTERM)
     assert (7, ["engine got SIGTERM"]) == (process.wait(), lines(process))
 

@@ -263,6 +263,18 @@ def test_a_server_drains_its_own_instances(rfork_process: StartRfork) -> None:
         assert [(2, "serving", "serving"), (0, "serving", "draining"), (0, "draining", "draining")] == seen
 
 
+def test_a_server_waits_for_its_planner_to_come_back(rfork_process: StartRfork, free_port: int) -> None:
+    """To ask who its ranks are; one that stays away holds it for no longer than it would wait for readers."""
+    command = ("drain", "--own", "--planner", f"http://127.0.0.1:{free_port}", "--wait")
+    environment = {"RFORK_REPLICA": "pod"}
+    assert 0 != rfork_process(*command, "0", environment=environment).wait()
+    waiting = rfork_process(
+        *command, "60", environment=environment, until=r"waiting: planner \S+ cannot\s+be\s+reached"
+    )
+    with running(settings(port=free_port)):
+        assert (0, "pod has no instances: it may end") == (waiting.wait(), waiting.stdout.strip())
+
+
 def test_a_server_sees_readers_off_that_it_may_not_refuse(rfork_process: StartRfork, tmp_path: Path) -> None:
     """With an instance's token the last seed is not drained, but waited for until nobody reads."""
     (tmp_path / "tokens").write_text("instance instance\n")

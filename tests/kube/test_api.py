@@ -15,12 +15,13 @@ from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.api import connect
 from planner.hooks.kubernetes.cluster import Cluster, ClusterUnavailable, Conflict, Gone, Listed
 from planner.hooks.kubernetes.election import Election
+from planner.hooks.kubernetes.leading import Leading
 from rfork.settings import HookSettings
 from tests.kube.control_plane import ControlPlane
 from tests.kube.seeing import SOON_S, Post, hearing, pod, put, seen_pod
 
 RULES = [
-    (("",), ("pods",), ("list", "watch", "patch")),
+    (("",), ("pods",), ("list", "watch")),
     (("",), ("pods/status",), ("patch",)),
     (("",), ("nodes",), ("list", "watch")),
     (("",), ("events",), ("create", "patch")),
@@ -132,6 +133,75 @@ async def test_conditions_and_annotations(cluster: Cluster, admin: Client, names
     assert {"example.com/theirs": True, "ours": True} == (
         await seen_pod(cluster, namespace, "mine")
     ).conditions
+
+
+async def test_annotations_come_by_a_way_that_leads_to_no_specification(
+    cluster: Cluster, admin: Client, namespace: str
+) -> None:
+    """A Pod's status takes its annotations; an image and what else the Pod is told stay as they are there."""
+    made = admin.create(pod(namespace, "mine"))
+    mine = await seen_pod(cluster, namespace, "mine")
+    await cluster.annotate(mine, {"a": "1", "b": "2"})
+    await cluster.annotate(mine, {"a": None})
+    assert {"b": "2"} == (await seen_pod(cluster, namespace, "mine")).annotations
+    meddling = {
+        "metadata": {"annotations": {"b": "3"}},
+        "spec": {
+            "activeDeadlineSeconds": 1,
+            "containers": [{"name": "engine", "image": "evil"}],
+            "tolerations": [{"operator": "Exists"}],
+        },
+    }
+    after = admin.patch(Pod.Status, "mine", meddling, namespace=namespace)
+    assert after.metadata is not None
+    assert (made.spec, {"b": "3"}) == (after.spec, after.metadata.annotations)
+    assert made.spec == admin.get(Pod, "mine", namespace=namespace).spec
+
+
+async def test_the_webhook_sees_who_leads(
+    plane: ControlPlane, cluster: Cluster, admin: Client, namespace: str, post: Post
+) -> None:
+    """Allowed to get the one Lease, and no more: from the leader's first renewals on until it gives up."""
+    admin.create(ServiceAccount(metadata=ObjectMeta(name="webhook", namespace=namespace)))
+    settings = HookSettings(
+        kubeconfig=plane.kubeconfig_for(namespace, "webhook"),
+        namespace=namespace,
+        lease="it",
+        lease_s=5,
+        look_s=0.2,
+    )
+    rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}"
+    leases = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "resourceNames": ["it"]}
+    post(f"{rbac}/roles", {"metadata": {"name": "webhook"}, "rules": [{**leases, "verbs": ["get"]}]})
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "webhook"}
+    subject = {"kind": "ServiceAccount", "name": "webhook", "namespace": namespace}
+    binding = {"metadata": {"name": "webhook"}, "roleRef": role, "subjects": [subject]}
+    post(f"{rbac}/rolebindings", binding)
+    leading, own = Leading(settings), connect(settings)
+    looking = asyncio.create_task(leading.follow(own))
+    election = Election(cluster, "it", namespace, "a", 5.0)
+
+    async def act() -> None:
+        await asyncio.Event().wait()
+
+    async def until(expected: bool) -> None:
+        while leading() is not expected:
+            await asyncio.sleep(0.1)
+
+    assert not leading()
+    controller = asyncio.create_task(election.lead(act))
+    try:
+        async with asyncio.timeout(SOON_S):
+            await until(True)
+            controller.cancel()
+            await until(False)
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, controller, return_exceptions=True)
+        await own.close()
+    calls = plane.calls(f"system:serviceaccount:{namespace}:webhook")
+    assert {("get", "leases", "it")} == {(call.verb, call.resource, call.name) for call in calls}
+    assert 200 in {call.code for call in calls}
 
 
 async def test_a_pod_that_is_gone(cluster: Cluster, admin: Client, namespace: str) -> None:

@@ -11,22 +11,23 @@ from typing import Any
 
 import pytest
 import yaml
-from lightkube import ApiError, Client
+from lightkube import ApiError, Client, KubeConfig
 from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.admissionregistration_v1 import MutatingWebhookConfiguration
 from lightkube.resources.apps_v1 import Deployment
 from lightkube.resources.coordination_v1 import Lease
-from lightkube.resources.core_v1 import ConfigMap, Namespace, Secret, Service, ServiceAccount
+from lightkube.resources.core_v1 import ConfigMap, Namespace, Pod, Secret, Service, ServiceAccount
 from lightkube.resources.networking_v1 import NetworkPolicy
 from lightkube.resources.rbac_authorization_v1 import ClusterRole, ClusterRoleBinding, Role, RoleBinding
 
-from planner.hooks.kubernetes import api
+from planner.hooks.kubernetes import api, names
 from planner.hooks.kubernetes.cluster import ClusterUnavailable
 from planner.hooks.kubernetes.secrets import connect_secrets
 from rfork.settings import HookSettings
 from tests.kube.chart import CHART, Document, HelmFailed, helm_run
 from tests.kube.chart_values import VALUE_SETS
 from tests.kube.control_plane import ControlPlane
+from tests.kube.seeing import pod, seen_pod
 
 CLUSTER_WIDE: tuple[type[Any], ...] = (ClusterRole, ClusterRoleBinding, MutatingWebhookConfiguration)
 NAMESPACED: tuple[type[Any], ...] = (
@@ -121,9 +122,16 @@ def test_install_makes_what_it_should_and_says_what_next(release: Release) -> No
     assert [None, None] == release.bundles()
     assert '"rfork.dev/model": "MODEL"' in said
     assert "<no value>" not in said
+    policy = f"NetworkPolicy/{name}-instances"
+    assert policy not in release.objects()
+
+    said = release.run("upgrade", values={"networkPolicy": {"instances": {"enabled": True}}})
     # 1.20, on which tests may run, has no ranges of ports: who thinks instances are guarded is told.
-    guarded = f"NetworkPolicy/{name}-instances" in release.objects()
-    assert guarded != ("instances got no NetworkPolicy" in said)
+    guarded = policy in release.objects()
+    assert (guarded, not guarded) == (
+        "does not know `endPort`, nobody reaches the engines" in said,
+        "instances got no NetworkPolicy" in said,
+    )
 
 
 def test_dry_run_on_the_server_takes_all_and_makes_nothing(release: Release) -> None:
@@ -220,6 +228,56 @@ async def test_hooks_may_do_no_more(release: Release) -> None:
     try:
         with pytest.raises(ClusterUnavailable, match="forbidden"):
             await cluster.read_lease("another", release.namespace)
+    finally:
+        await cluster.close()
+
+
+async def test_controller_marks_pods_and_changes_none(release: Release) -> None:
+    """Conditions and annotations of a Pod are the controller's to write; what it runs is not, nor its end."""
+    release.run("install")
+    release.admin.create(pod(release.namespace, "mine"))
+    settings = release.settings("controller")
+    cluster = api.connect(settings)
+    try:
+        mine = await seen_pod(cluster, release.namespace, "mine")
+        await cluster.annotate(mine, {names.DELETION_COST: "1"})
+        await cluster.set_condition(mine, names.WEIGHTS_READY, status=True, reason="Forked", message="")
+    finally:
+        await cluster.close()
+    image = {"spec": {"containers": [{"name": "engine", "image": "another"}]}}
+    assert settings.kubeconfig is not None
+    with Client(KubeConfig.from_file(settings.kubeconfig), trust_env=False) as controller:
+        for change in (
+            lambda: controller.patch(Pod, "mine", image, namespace=release.namespace),
+            lambda: controller.delete(Pod, "mine", namespace=release.namespace),
+        ):
+            with pytest.raises(ApiError, match="forbidden"):
+                change()
+        # The status is let through, and the rest of such a patch has no effect.
+        controller.patch(Pod.Status, "mine", image, namespace=release.namespace)
+    marked = release.admin.get(Pod, "mine", namespace=release.namespace)
+    assert marked.metadata is not None
+    assert marked.spec is not None
+    assert marked.status is not None
+    conditions = {each.type: each.status for each in marked.status.conditions or ()}
+    assert ({names.DELETION_COST: "1"}, "True", ["none"]) == (
+        marked.metadata.annotations,
+        conditions.get(names.WEIGHTS_READY),
+        [each.image for each in marked.spec.containers],
+    )
+
+
+async def test_webhook_sees_who_leads_and_takes_nothing(release: Release) -> None:
+    """The Lease that the controller takes can be read by the webhook, and by no means be written."""
+    release.run("install")
+    await _lead(release, "controller-1")
+    name = f"{release.fullname}-controller"
+    cluster = api.connect(release.settings("webhook"))
+    try:
+        seen = await cluster.read_lease(name, release.namespace)
+        assert "controller-1" == seen.holder
+        with pytest.raises(ClusterUnavailable, match="forbidden"):
+            await cluster.write_lease(name, release.namespace, "webhook", 15.0, seen.version)
     finally:
         await cluster.close()
 

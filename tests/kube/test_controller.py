@@ -27,6 +27,7 @@ from tests.unit.hooks.kubernetes.fake_fleet import IMAGE_BYTES, instance, instan
 GRACE_S: Final = 2
 NEVER_S: Final = 3600
 NAME: Final = "serve"
+PROBE: Final = {"httpGet": {"path": "/health", "port": 8000}}
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ class Served:
                     "metadata": {"labels": labels, "annotations": {names.INJECTED: "1"}},
                     "spec": {
                         "readinessGates": [{"conditionType": names.WEIGHTS_READY}],
-                        "containers": [{"name": "engine", "image": "none"}],
+                        "containers": [{"name": "engine", "image": "none", "readinessProbe": PROBE}],
                     },
                 },
             },
@@ -133,10 +134,10 @@ class Served:
         return {view["report"]["instance_id"][: len(self.uid)] for view in views}
 
     def expected(self) -> int:
-        """Replicas of this Deployment that are announced to the planner."""
+        """Replicas of this Deployment that the planner still expects."""
         views = self._planner.get("/v1/scaleups").raise_for_status().json()
-        mine = [view["scaleup"] for view in views if view["scaleup"]["scaleup_id"] == self.uid]
-        return sum(scaleup["replicas"] for scaleup in mine)
+        mine = [view for view in views if view["scaleup"]["scaleup_id"] == self.uid]
+        return sum(view["scaleup"]["replicas"] - view["arrived"] for view in mine)
 
     def events(self, reason: str) -> dict[str, int]:
         """How often each object was told something, by its name."""

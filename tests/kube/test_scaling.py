@@ -127,8 +127,9 @@ def test_a_deployment_scales_by_forking(
     fleet: Installation, plane: ControlPlane, admin: Client, namespace: str, tmp_path: Path
 ) -> None:
     """1 to 4: one plan for three forks, equal bytes, Events; back to 1: the dead are forgotten."""
-    fleet.start("webhook")
     fleet.start("controller")
+    fleet.start("webhook")
+    until(lambda: "a controller leads" in fleet.log("webhook"), "no gate is given")
     seen = Watching(admin, namespace)
     with Kubelet(plane, namespace, tmp_path / "pods", nodes=NODES), fleet.client() as planner:
         admin.create(server("llama", 1), namespace=namespace)
@@ -141,6 +142,9 @@ def test_a_deployment_scales_by_forking(
         assert {"two": 0, "three or four": 1} == planned_together(planner)
         assert 1 == len(seen.digests())
 
+        assert [names.WEIGHTS_READY] * 4 == [
+            gate.conditionType for pod in seen.pods() if pod.spec for gate in pod.spec.readinessGates or ()
+        ]
         annotations = seen.annotations("llama")
         assert ({"z1"}, {"r1", "r2"}) == (
             {each[names.ZONE] for each in annotations},

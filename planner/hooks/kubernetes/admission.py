@@ -167,7 +167,7 @@ def _judged_pod(
             refused = Refused(f"{error}: {error.hint}")
         else:
             if settings.readiness_gate and not led:
-                # No note: each of a rollout's Pods would tell it anew, and it is none that its owner can mend.
+                # No note: each Pod of a rollout would tell it anew, and its owner cannot mend it.
                 log.debug("no controller leads: the Pod gets no readiness gate")
             log.info(
                 "pod injected", model=want.model, container=want.container, engine=want.engine, notes=notes

@@ -1,11 +1,11 @@
 """The real cluster behind the seam of `planner.hooks.kubernetes.cluster`: calls to its API server.
 
-What the ServiceAccount that this runs as must be allowed, and no more:
+What the controller's ServiceAccount must be allowed, and no more:
 
 =============================  ==============================  =========================================
 API group                      resources                       verbs
 =============================  ==============================  =========================================
-(core)                         pods                            list, watch, patch
+(core)                         pods                            list, watch
 (core)                         pods/status                     patch
 (core)                         nodes                           list, watch
 (core)                         events                          create, patch
@@ -13,6 +13,12 @@ apps                           deployments, statefulsets       list, watch
 leaderworkerset.x-k8s.io       leaderworkersets                list, watch
 coordination.k8s.io            leases (one, in its namespace)  get, create, update
 =============================  ==============================  =========================================
+
+The webhook needs of it ``list`` and ``watch`` of nodes (unless told no topology), and ``get`` of that Lease
+(unless told no readiness gate).
+
+Annotations are written through the Pod's status too: an API server takes a Pod's metadata from there, and
+keeps the specification, so that whoever takes the controller's token cannot change what any Pod runs.
 
 A workload is chosen by the label `names.MODEL` of its own, not of its Pods: the API server can select by
 nothing else. One whose template alone has the label is not seen here; its Pods are, and fork all the same,
@@ -93,7 +99,7 @@ class ApiCluster:
 
     async def annotate(self, pod: PodSeen, annotations: Mapping[str, str | None]) -> None:
         """See `Cluster`."""
-        await self._patch_pod(pod, "", MERGE, {"metadata": {"annotations": dict(annotations)}})
+        await self._patch_status(pod, MERGE, {"metadata": {"annotations": dict(annotations)}})
 
     async def set_condition(
         self, pod: PodSeen, kind: str, *, status: bool, reason: str, message: str
@@ -102,7 +108,7 @@ class ApiCluster:
         condition = {"type": kind, "status": str(status), "reason": reason, "message": message}
         if pod.conditions.get(kind) is not status:
             condition["lastTransitionTime"] = _seconds(self._unix())
-        await self._patch_pod(pod, "/status", STRATEGIC, {"status": {"conditions": [condition]}})
+        await self._patch_status(pod, STRATEGIC, {"status": {"conditions": [condition]}})
 
     async def tell(self, about: ObjectRef, kind: EventType, reason: str, message: str) -> None:
         """See `Cluster`."""
@@ -203,9 +209,9 @@ class ApiCluster:
         """See `Cluster`."""
         await self._server.close()
 
-    async def _patch_pod(self, pod: PodSeen, part: str, content_type: str, patch: Document) -> None:
+    async def _patch_status(self, pod: PodSeen, content_type: str, patch: Document) -> None:
         """Patch the Pod that was seen, and no other that has its name by now."""
-        path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}{part}"
+        path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}/status"
         body = {**patch, "metadata": {**patch.get("metadata", {}), "uid": pod.uid}}
         try:
             await self._server.ask("PATCH", path, body=body, content_type=content_type)

@@ -59,7 +59,14 @@ class PodSeen:
     conditions: Mapping[str, bool] = field(default_factory=dict)
     """Its conditions by type: whether each is True."""
     containers_ready_at: float | None = None
-    """When its condition ContainersReady became True, if it is; seconds since the epoch."""
+    """When its condition ContainersReady became True, if it is; seconds since the epoch, by its node."""
+    probed: bool = False
+    """Whether ContainersReady says that its engine answers: the engine's container has a probe for that.
+
+    Without one the condition is True as soon as the process runs.
+    """
+    scheduled_at: float | None = None
+    """When it was bound to its node, if anybody says so; seconds since the epoch."""
 
     @property
     def key(self) -> str:

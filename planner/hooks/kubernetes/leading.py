@@ -17,7 +17,7 @@ from rfork.logs import logger
 from rfork.settings import HookSettings
 
 PATIENCE: Final = 2.0
-"""Durations of the Lease for which a leader counts as one after its last renewal; another takes over sooner."""
+"""Durations of the Lease for which a renewal counts; by then another has taken over, if there is one."""
 MOST_LOOK_S: Final = 5.0
 """Most seconds between two looks."""
 

@@ -108,8 +108,8 @@ class _Change:
         if how == "image" and not image_volumes:
             raise SettingsError(
                 "rfork's files are to come as an image volume, which this cluster is not said to know",
-                hint=f"set {names.FILES}: init, or, from Kubernetes 1.35 on, RFORK_HOOK_IMAGE_VOLUMES=true for "
-                "the webhook",
+                hint=f"set {names.FILES}: init, or, from Kubernetes 1.35 on, RFORK_HOOK_IMAGE_VOLUMES=true "
+                "for the webhook",
             )
         volume: Document = {"name": FILES_VOLUME}
         volume |= {"image": {"reference": image}} if how == "image" else {"emptyDir": {}}
@@ -199,12 +199,13 @@ class _Change:
             gates.append({"conditionType": names.WEIGHTS_READY})
 
     def probe(self) -> None:
-        """Say so where Kubernetes cannot tell when the engine answers. What `pytorch` runs may answer nobody."""
-        if self._wanted.engine != "pytorch" and not self._container.get("readinessProbe") and not self._again:
-            self._note(
-                f"container {self._wanted.container} has no readinessProbe, so the Pod counts as ready before "
-                "the engine answers: give it one that asks the engine's /health"
-            )
+        """Say so where nobody tells Kubernetes when the engine answers; what runs PyTorch need not answer."""
+        if self._wanted.engine == "pytorch" or self._container.get("readinessProbe") or self._again:
+            return
+        self._note(
+            f"container {self._wanted.container} has no readinessProbe, so the Pod counts as ready before "
+            "the engine answers: give it one that asks the engine's /health"
+        )
 
     def variables(self, ours: Iterable[Document], files_at: str | None) -> None:
         """The environment, behind what is there; of that only Python's path and plug-in lists are changed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Final, get_args
 
+from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.cluster import (
     LeaseSeen,
     NodeSeen,
@@ -17,6 +18,8 @@ from planner.hooks.kubernetes.cluster import (
 Document = dict[str, Any]
 
 PHASES: Final = ("Pending", "Running", "Succeeded", "Failed", "Unknown")
+REPLICA: Final = "RFORK_REPLICA"
+"""The variable that the webhook gives to the engine's container, and to no other."""
 NO_LEASE: Final = LeaseSeen(None, "", 0.0, "")
 
 
@@ -24,14 +27,14 @@ def pod_seen(pod: Document) -> PodSeen:
     """A Pod of core/v1."""
     about, status = pod["metadata"], pod.get("status") or {}
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
-    ready = conditions.get("ContainersReady", {})
+    annotations = about.get("annotations") or {}
     phase = status.get("phase")
     return PodSeen(
         namespace=about["namespace"],
         name=about["name"],
         uid=about["uid"],
         labels=about.get("labels") or {},
-        annotations=about.get("annotations") or {},
+        annotations=annotations,
         phase=phase if phase in PHASES else "Unknown",
         node=pod["spec"].get("nodeName") or None,
         owner=_owner(about),
@@ -39,11 +42,9 @@ def pod_seen(pod: Document) -> PodSeen:
         deleting=about.get("deletionTimestamp") is not None,
         gates=tuple(gate["conditionType"] for gate in pod["spec"].get("readinessGates") or ()),
         conditions={kind: each.get("status") == "True" for kind, each in conditions.items()},
-        containers_ready_at=(
-            _seconds(ready["lastTransitionTime"])
-            if ready.get("status") == "True" and ready.get("lastTransitionTime")
-            else None
-        ),
+        containers_ready_at=_true_since(conditions.get("ContainersReady", {})),
+        probed=any(map(_probed, _engines(pod["spec"], annotations))),
+        scheduled_at=_true_since(conditions.get("PodScheduled", {})),
     )
 
 
@@ -99,6 +100,30 @@ def _merged(metadata: list[Document], what: str) -> dict[str, str]:
     for each in metadata:
         merged.update(each.get(what) or {})
     return merged
+
+
+def _engines(spec: Document, annotations: dict[str, str]) -> list[Document]:
+    """The container that `names.CONTAINER` names; else those that the webhook gave `REPLICA`; else all.
+
+    That is: another container's probe says nothing of the engine, where it can be told which the engine's is.
+    """
+    containers: list[Document] = spec.get("containers") or []
+    named = [each for each in containers if each.get("name") == annotations.get(names.CONTAINER)]
+    changed = [
+        each for each in containers if any(one.get("name") == REPLICA for one in each.get("env") or ())
+    ]
+    return named or changed or containers
+
+
+def _probed(container: Document) -> bool:
+    """Whether it becomes ready only once somebody has asked it: a startupProbe alone does that too."""
+    return bool(container.get("readinessProbe") or container.get("startupProbe"))
+
+
+def _true_since(condition: Document) -> float | None:
+    """Since when a condition is True, if it is."""
+    since = condition.get("lastTransitionTime")
+    return _seconds(since) if since and condition.get("status") == "True" else None
 
 
 def _owner(about: Document) -> ObjectRef | None:

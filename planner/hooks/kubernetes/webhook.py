@@ -1,14 +1,16 @@
-"""The admission webhook as a task: TLS, its certificate, what is known of Nodes, and the application."""
+"""The admission webhook as a task: TLS, its certificate, what it knows of a cluster, and the application."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 
 from planner.hooks.kubernetes.admission import admission_app
 from planner.hooks.kubernetes.api import connect
 from planner.hooks.kubernetes.certificates import FolderKeeper, Keeper, SecretKeeper, keep
+from planner.hooks.kubernetes.cluster import Cluster
+from planner.hooks.kubernetes.leading import Leading
 from planner.hooks.kubernetes.secrets import connect_secrets
 from planner.hooks.kubernetes.showing import LiveContext, Watch
 from planner.hooks.kubernetes.topology import Topology
@@ -26,7 +28,8 @@ async def run(settings: HookSettings, planner_settings: Settings, status: Status
     """Serve until cancelled, and then answer what is under way.
 
     With a folder of certificates no cluster is needed: where none is reached, Pods are not told their node's
-    place. Without, it serves from the start, but no handshake succeeds until it has made, or read, its own.
+    place, and get no readiness gate. Without, it serves from the start, but no handshake succeeds until it
+    has made, or read, its own.
     Raises PortInUse, or SettingsError for a certificate folder, hosts or a planner that cannot be used.
     """
     url = settings.planner or planner_settings.planner
@@ -34,8 +37,8 @@ async def run(settings: HookSettings, planner_settings: Settings, status: Status
         raise SettingsError(
             "the webhook does not know where Pods find the planner", hint="set RFORK_HOOK_PLANNER"
         )
-    live, topology = LiveContext(), Topology(settings)
-    app = admission_app(settings, url, topology, status.registry)
+    live, topology, leading = LiveContext(), Topology(settings), Leading(settings)
+    app = admission_app(settings, url, topology, status.registry, leading)
     async with _keeper(settings, Watch(live, status, Clock())) as keeper:
         listener = listen(
             settings.bind, settings.webhook_port, prefix="RFORK_HOOK_", port_setting="WEBHOOK_PORT"
@@ -43,7 +46,7 @@ async def run(settings: HookSettings, planner_settings: Settings, status: Status
         async with serving(app, listener, live.context), asyncio.TaskGroup() as tasks:
             log.info("webhook is up", url=f"https://{address_of(settings.bind, listener)}", planner=url)
             tasks.create_task(keep(keeper, settings.look_s))
-            tasks.create_task(_follow(settings, topology))
+            tasks.create_task(_follow(settings, topology, leading))
 
 
 @contextlib.asynccontextmanager
@@ -58,18 +61,32 @@ async def _keeper(settings: HookSettings, watch: Watch) -> AsyncIterator[Keeper]
         await store.close()
 
 
-async def _follow(settings: HookSettings, topology: Topology) -> None:
-    """Keep up with Nodes, if Pods are to be told; the webhook does without where that is not possible."""
-    if not settings.topology:
+async def _follow(settings: HookSettings, topology: Topology, leading: Leading) -> None:
+    """Keep up with Nodes and the controller's Lease, as far as Pods are to get what depends on them."""
+    wanted: list[tuple[str, Callable[[Cluster], Coroutine[None, None, None]]]] = []
+    if settings.topology:
+        wanted.append(("Pods are not told their zone and rack", topology.follow))
+    if settings.readiness_gate:
+        wanted.append(("Pods get no readiness gate", leading.follow))
+    if not wanted:
         return
     try:
         cluster = connect(settings)
     except SettingsError as error:
-        log.warning("Pods are not told their zone and rack: no cluster is known", why=str(error))
+        for without, _ in wanted:
+            log.warning(f"{without}: no cluster is known", why=str(error))
         return
     try:
-        await topology.follow(cluster)
-    except Exception:  # the task's outermost edge: Pods are injected all the same
-        log.exception("Nodes are not followed any more")
+        async with asyncio.TaskGroup() as tasks:
+            for without, follow in wanted:
+                tasks.create_task(_kept(follow(cluster), without))
     finally:
         await cluster.close()
+
+
+async def _kept(following: Coroutine[None, None, None], without: str) -> None:
+    """What cannot go on is logged, and done without."""
+    try:
+        await following
+    except Exception:  # the task's outermost edge: Pods are injected all the same
+        log.exception(f"{without} any more")

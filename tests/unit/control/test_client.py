@@ -146,6 +146,19 @@ def test_lists_are_fetched_page_after_page() -> None:
     assert (["a", "b", "c"], [("m", None), ("m", "b"), ("m", "c")]) == (found, asked)
 
 
+def test_the_ranks_of_one_server_are_asked_for() -> None:
+    """Filters that were not given are not sent."""
+    seen: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.url.query.decode())
+        return httpx.Response(200, json={"items": [view("pod-target-tp0")], "next": None})
+
+    with client_of(answer) as client:
+        found = [each.report.instance_id for each in client.instances(replica="pod")]
+    assert (["pod-target-tp0"], ["replica=pod&limit=1000"]) == (found, seen)
+
+
 def test_pages_that_go_in_circles_are_a_refusal() -> None:
     """Not a loop without an end."""
     with pytest.raises(PlannerRefused, match="in circles"):

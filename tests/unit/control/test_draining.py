@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import httpx
 import pytest
 
 from rfork.control import draining
 from rfork.control.client import PlannerClient
 from rfork.control.draining import UNDRAINED, Drained, drain_replica, drained
-from rfork.errors import PlannerRefused
+from rfork.errors import PlannerRefused, PlannerUnreachable
 from rfork.wire import InstancePage, InstanceView
 from tests.unit.planner.builders import whole
 
@@ -100,3 +102,62 @@ def test_who_does_not_force_is_told_of_the_last_seed() -> None:
     """Of a whole server too."""
     with pytest.raises(PlannerRefused, match="no"):
         drain_replica(Planner([False]).client, "pod", wait_s=60, force=False)
+
+
+# -- who they are -----------------------------------------------------------------------------------
+
+
+class Listing:
+    """A planner that is away for so many lists, and knows the ranks of two servers; all of them may end."""
+
+    def __init__(self, away: int, *, filters: bool = True) -> None:
+        """`filters`: whether it knows that filter."""
+        self.away, self.filters = away, filters
+        self.lists: list[str | None] = []
+        self.drained: list[str] = []
+        self.client = PlannerClient("http://p", transport=httpx.MockTransport(self._answer))
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path.removeprefix("/v1/instances")
+        if not path:
+            replica = request.url.params.get("replica")
+            self.lists.append(replica)
+            if len(self.lists) <= self.away:
+                raise httpx.ConnectError("refused")
+            names = ["pod-b-target-tp0", "pod-draft-tp0", "pod-target-tp0"]
+            found = names[1:] if self.filters else names
+            views = tuple(InstanceView(report=whole(name), age_s=0) for name in found)
+            return httpx.Response(200, content=InstancePage(items=views, next=None).model_dump_json())
+        if path.endswith("/exit"):
+            return httpx.Response(200, json={"may_exit": True, "readers": 0, "reason": "nobody reads"})
+        self.drained.append(path.split("/")[1])
+        return httpx.Response(200, content=VIEW.model_dump_json())
+
+
+@pytest.mark.parametrize("filters", [True, False], ids=["a planner that filters", "an older one"])
+def test_a_server_asks_for_its_own_ranks(filters: bool) -> None:
+    """And drains no other's, whatever is listed."""
+    planner = Listing(0, filters=filters)
+    ended = drain_replica(planner.client, "pod", wait_s=60, force=True)
+    ranks = ["pod-draft-tp0", "pod-target-tp0"]
+    assert ([Drained(name, True, "nobody reads") for name in ranks], ["pod"]) == (ended, planner.lists)
+    assert set(ranks) == set(planner.drained)
+
+
+def test_a_planner_that_is_away_is_asked_again_who_they_are() -> None:
+    """Until it is back, and who waits is told why."""
+    planner, waits = Listing(2), list[str]()
+    ended = drain_replica(planner.client, "pod", wait_s=60, force=True, on_wait=waits.append)
+    assert (2, ["pod"] * 3) == (len(ended), planner.lists)
+    assert ["planner http://p cannot be reached: refused"] * 2 == waits
+
+
+def test_a_planner_that_stays_away_is_not_waited_for_longer_than_that() -> None:
+    """Nor once the wait is to stop."""
+    stop = threading.Event()
+    hurried, stopped = Listing(99), Listing(99)
+    with pytest.raises(PlannerUnreachable, match="refused"):
+        drain_replica(hurried.client, "pod", wait_s=0, force=True)
+    with pytest.raises(PlannerUnreachable, match="refused"):
+        drain_replica(stopped.client, "pod", wait_s=60, force=True, on_wait=lambda _: stop.set(), stop=stop)
+    assert (1, 2) == (len(hurried.lists), len(stopped.lists))

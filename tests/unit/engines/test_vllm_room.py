@@ -433,5 +433,5 @@ def test_a_server_s_seeds_are_seen_off_before_its_engines_end(monkeypatch: pytes
 
 def test_seeing_off_survives_a_planner_that_is_gone() -> None:
     """A server ends whether or not its planner answers."""
-    told = {"planner": "http://127.0.0.1:9", "planner_timeout_s": 0.2, "replica": "mine"}
+    told = {"planner": "http://127.0.0.1:9", "planner_timeout_s": 0.2, "replica": "mine", "drain_s": 0}
     front.see_off(settings_of(SimpleNamespace(model_loader_extra_config=told)))

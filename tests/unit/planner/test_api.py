@@ -334,6 +334,30 @@ def test_lists_are_filtered_by_model_state_and_host(planner: PlannerClient) -> N
     ]
 
 
+def test_the_ranks_of_one_server_are_listed(planner: PlannerClient) -> None:
+    """Page by page, together with other filters; not those of a server whose name begins alike."""
+    for name in ("pod-target-tp1", "pod-draft-tp0", "pod-target-tp0", "pod-b-target-tp0", "pod", "pod-x"):
+        planner.report(whole(name))
+    first = planner.instance_page(replica="pod", limit=2)
+    second = planner.instance_page(replica="pod", limit=2, after=first.next)
+    assert [["pod-draft-tp0", "pod-target-tp0"], ["pod-target-tp1"], ["pod-b-target-tp0"], [], []] == [
+        ids_of(first),
+        ids_of(second),
+        ids_of(planner.instance_page(replica="pod-b", model="m")),
+        ids_of(planner.instance_page(replica="pod", model="other")),
+        ids_of(planner.instance_page(replica="nobody")),
+    ]
+    assert ("pod-target-tp0", None) == (first.next, second.next)
+
+
+def test_a_server_that_nobody_can_be_called_is_refused(web: httpx.Client) -> None:
+    """Not taken for one without ranks."""
+    response = web.get("/v1/instances", params={"replica": "pod 1"})
+    assert (422, ["replica"]) == (
+        response.status_code, [each["field"] for each in response.json()["errors"]],
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("query", "field"), [("limit=0", "limit"), ("limit=1001", "limit"), ("after=%20", "after")]
 )

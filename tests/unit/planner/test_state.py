@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from planner.state import State
 from planner.store.records import ForkRecord, Read
 from rfork.wire import ForkFinish, Rank
@@ -27,6 +29,46 @@ def test_instances_are_listed_in_the_order_they_came() -> None:
     known.apply([instance("b"), instance("a")])
     known.apply([instance("b", seen_at=5.0)])
     assert ["b", "a"] == [each.report.instance_id for each in known.instances()]
+
+
+def test_instances_are_told_in_the_order_of_their_ids() -> None:
+    """From behind a cursor on, whatever came, went, or was heard of again in between."""
+    known = state()
+    known.apply([instance(name) for name in "dbac"])
+    known.apply([instance("b", seen_at=5.0)], gone=["c", "nobody"])
+    asked = [known.instances_after(cursor) for cursor in (None, "a", "c", "d")]
+    found = [[each.source.instance_id for each in one] for one in asked]
+    assert [["a", "b", "d"], ["b", "d"], ["d"], []] == found
+
+
+@pytest.mark.parametrize(
+    ("replica", "cursor", "expected"),
+    [
+        ("p", None, ["p-draft-a", "p-target-a", "p-target-b"]),
+        ("p", "p-draft-a", ["p-target-a", "p-target-b"]),
+        ("p", "p-target-a", ["p-target-b"]),
+        ("p", "q", []),
+        ("p", "a", ["p-draft-a", "p-target-a", "p-target-b"]),
+        ("p-2", None, ["p-2-target-a"]),
+        ("q", None, []),
+        ("p-target-a", None, []),
+    ],
+)
+def test_the_ranks_of_a_replica_are_told_apart(replica: str, cursor: str | None, expected: list[str]) -> None:
+    """From those of one whose name begins alike, and from instances that are named otherwise."""
+    known = state()
+    names = ["p", "p-", "p-2-target-a", "p-draft-a", "p-other-a", "p-target-a", "p-target-b", "p2-target-a"]
+    known.apply([instance(name) for name in names])
+    assert expected == [each.source.instance_id for each in known.instances_after(cursor, replica)]
+
+
+def test_forks_are_told_in_the_order_of_their_ids() -> None:
+    """Those that are not kept any more are not."""
+    known = state(keep_forks=1)
+    known.apply(forks=[fork("c"), fork("a", ended=True), fork("d"), fork("b", ended=True)])
+    known.apply(forks=[fork("c", seen_at=2.0)])
+    asked = [known.forks_after(cursor) for cursor in (None, "b", "d")]
+    assert [["b", "c", "d"], ["c", "d"], []] == [[each.fork_id for each in one] for one in asked]
 
 
 def test_the_silent_are_those_not_heard_of_for_their_time() -> None:
@@ -121,5 +163,6 @@ def test_clearing_forgets_everything() -> None:
     known.clear()
     view = known.group(GROUP).view([demand(loading("t"))])
     assert ([], [], [], {}) == (known.instances(), known.forks(), known.groups(), view.holders)
+    assert ([], []) == (list(known.instances_after(None)), list(known.forks_after(None)))
     known.apply([instance("s")])
     assert 1 == sum(each.seeds for each in known.group(GROUP).holders_of(LAYOUT).values())

@@ -18,7 +18,7 @@ from planner.hooks.kubernetes.cluster import Cluster, ObjectRef
 from planner.hooks.kubernetes.controller import keeping, leaving, readiness, scaling, telling
 from planner.hooks.kubernetes.controller.acting import Acting, Action
 from planner.hooks.kubernetes.controller.metrics import Metrics
-from planner.hooks.kubernetes.controller.scene import Look, Scene, scene
+from planner.hooks.kubernetes.controller.scene import Look, Scene, ended, scene
 from planner.hooks.kubernetes.controller.world import World
 from rfork.logs import logger
 from rfork.settings import HookSettings
@@ -41,8 +41,13 @@ class Memory:
     rises: dict[str, scaling.Rise] = field(default_factory=dict)
     came: frozenset[str] = frozenset()
     """UIDs of the Pods that the planner has known."""
-    expected: dict[str, int] = field(default_factory=dict)
-    """Replicas last announced, by the scale-up's id."""
+    spoken: dict[str, int] | None = None
+    """Sizes that are no news, by the scale-up's id; see `scaling.spoken_of`."""
+    differs: dict[str, scaling.Differs] = field(default_factory=dict)
+    announced_at: dict[str, float] = field(default_factory=dict)
+    """When each scale-up was announced last, by its id."""
+    over_before: frozenset[str] = frozenset()
+    """UIDs of the Pods that were gone or had ended when it came to lead."""
     removed: dict[str, None] = field(default_factory=dict)
     changed: dict[str, float] = field(default_factory=dict)
     """When each Pod's cost was changed last, by UID."""
@@ -79,8 +84,11 @@ class Controller:
     def begin(self) -> None:
         """This replica leads from now on."""
         self._acting = Acting(self._clock, self._metrics)
+        pods = self.world.pods
         self._memory = Memory()
-        self._memory.told |= dict.fromkeys(telling.made_before(self.world.pods.items.values()))
+        self._memory.told |= dict.fromkeys(telling.made_before(pods.items.values()))
+        over = (uid for uid, pod in pods.items.items() if ended(pod))
+        self._memory.over_before = frozenset((*over, *pods.gone))
         self._look, self._away_since = None, None
 
     async def look(self) -> None:
@@ -112,12 +120,12 @@ class Controller:
         with self._metrics.reconcile_seconds.time():
             with self._metrics.decide_seconds.time():
                 seen = self._scene()
-                wanted = self._part("scaling", lambda: self._scaling(seen))
-                to_planner = [*self._announcing(seen, wanted), *self._leaving(seen)]
+                waited = self._part("scaling", lambda: self._scaling(seen))
+                to_planner = [*self._announcing(seen, waited), *self._leaving(seen)]
                 conditions = self._conditions(seen)
                 to_cluster = [
                     *(self._saying(one) for one in conditions if one.verdict.status),
-                    *self._telling(self._events(seen, wanted)),
+                    *self._telling(self._events(seen, waited)),
                     *self._keeping(seen),
                     *(self._saying(one) for one in conditions if not one.verdict.status),
                 ]
@@ -138,6 +146,7 @@ class Controller:
             gone={uid: pod for uid, (pod, _) in world.pods.gone.items()},
             away_since=self._away_since,
             came=memory.came,
+            ready=world.pods.ready,
         )
         memory.came = (memory.came | seen.instances.keys() | seen.forks.keys()) & pods.keys()
         memory.changed = {uid: at for uid, at in memory.changed.items() if uid in pods}
@@ -151,35 +160,48 @@ class Controller:
 
     # -- what is to be done ------------------------------------------------------------------------
 
-    def _scaling(self, seen: Scene) -> dict[str, scaling.Coming] | None:
+    def _scaling(self, seen: Scene) -> scaling.Waited | None:
         if self._look is None:
             return None  # nobody knows who has come
-        memory = self._memory
-        wanted, memory.rises = scaling.coming(seen, memory.rises, self._settings.scaleup_s)
-        for uid in memory.expected.keys() - wanted.keys() - seen.look.scaleups.keys():
-            del memory.expected[uid]
-        self._metrics.coming.set(sum(one.scaleup.replicas for one in wanted.values()))
-        return wanted
+        memory, told, look_at = self._memory, seen.look.scaleups, seen.look.at
+        waited = scaling.coming(seen, memory.rises, self._settings.scaleup_s)
+        own = {*memory.announced_at, *self.world.workloads.gone, *scaling.own_names(seen)}
+        memory.rises = waited.rises
+        memory.spoken = scaling.spoken_of(memory.spoken, waited, told)
+        memory.differs = scaling.differing(waited.coming, told, own, memory.differs, look_at)
+        over = memory.announced_at.keys() - waited.coming.keys() - told.keys()
+        for uid in over:
+            if seen.now - memory.announced_at[uid] >= scaling.PAUSE_S:
+                del memory.announced_at[uid]
+        self._metrics.coming.set(sum(one.scaleup.replicas for one in waited.coming.values()))
+        return waited
 
-    def _announcing(self, seen: Scene, wanted: dict[str, scaling.Coming] | None) -> Iterator[Action]:
-        if wanted is None or seen.away_since is not None:
+    def _announcing(self, seen: Scene, waited: scaling.Waited | None) -> Iterator[Action]:
+        if waited is None or seen.away_since is not None:
             return
-        told = seen.look.scaleups
-        for one in scaling.to_announce(wanted, told):
-            yield Action("announce", one.scaleup.scaleup_id, partial(self._announce, one))
-        own = {*self._memory.expected, *self.world.workloads.gone, *scaling.own_names(seen)}
-        for uid in scaling.to_withdraw(wanted, told, own):
+        memory, look = self._memory, seen.look
+        spoken = memory.spoken or {}
+        rose = {uid for uid in waited.coming if waited.sizes[uid] > spoken.get(uid, 0)}
+        announced_s = {uid: seen.now - at for uid, at in memory.announced_at.items()}
+        urgent = rose & seen.workloads.keys()
+        for one in scaling.to_announce(
+            waited.coming, look.scaleups, memory.differs, urgent, announced_s, look.at
+        ):
+            uid = one.scaleup.scaleup_id
+            news = waited.sizes[uid] if uid in rose else None
+            yield Action("announce", uid, partial(self._announce, one, news))
+        for uid in scaling.to_withdraw(waited.coming, look.scaleups, memory.differs, look.at):
             yield Action("withdraw", uid, partial(self._withdraw, uid))
 
-    async def _announce(self, one: scaling.Coming) -> None:
-        uid, memory, look = one.scaleup.scaleup_id, self._memory, self._look or Look()
-        known = look.scaleups.get(uid)
-        before = known.scaleup.replicas if known is not None else memory.expected.get(uid, 0)
+    async def _announce(self, one: scaling.Coming, news: int | None) -> None:
+        """`news`: the size that people are told of; None: they know."""
+        uid, memory = one.scaleup.scaleup_id, self._memory
         view = await self._fleet.announce(one.scaleup)
-        memory.expected[uid] = one.scaleup.replicas
-        self._with_scaleups({**(self._look or look).scaleups, uid: view})
-        if one.scaleup.replicas > before:
+        memory.announced_at[uid] = self._clock()
+        self._with_scaleups({**(self._look or Look()).scaleups, uid: view})
+        if news is not None:
             memory.announced[one.about.uid] = telling.expected(one, view)
+            memory.spoken = {**(memory.spoken or {}), uid: news}
 
     async def _withdraw(self, uid: str) -> None:
         await self._fleet.withdraw(uid)
@@ -191,8 +213,8 @@ class Controller:
             self._look = replace(self._look, scaleups=scaleups)
 
     def _leaving(self, seen: Scene) -> Iterator[Action]:
-        removed = self._memory.removed
-        for instance_id in self._part("leaving", lambda: leaving.decide(seen, removed.keys())) or ():
+        removed, over_before = self._memory.removed.keys(), self._memory.over_before
+        for instance_id in self._part("leaving", lambda: leaving.decide(seen, removed, over_before)) or ():
             yield Action("remove", instance_id, partial(self._remove, instance_id))
 
     async def _remove(self, instance_id: str) -> None:
@@ -232,13 +254,13 @@ class Controller:
         self._memory.changed[cost.pod.uid] = self._clock()
         await self._cluster.annotate(cost.pod, {names.DELETION_COST: cost.value})
 
-    def _events(self, seen: Scene, wanted: dict[str, scaling.Coming] | None) -> list[telling.Telling]:
+    def _events(self, seen: Scene, waited: scaling.Waited | None) -> list[telling.Telling]:
         memory = self._memory
         found = list(self._part("telling", lambda: telling.decide(seen, memory.told.keys())) or ())
         if seen.away_since is None:
             memory.affected = {}
             return found + [telling.planner_back(about) for about in memory.told_away.values()]
-        memory.affected |= telling.affected(seen, wanted or ())
+        memory.affected |= telling.affected(seen, waited.coming if waited else ())
         if seen.away_for(AWAY_TOLD_S):
             new = memory.affected.keys() - memory.told_away.keys()
             found += [telling.planner_away(memory.affected[uid]) for uid in sorted(new)]

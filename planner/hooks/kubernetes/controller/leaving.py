@@ -1,51 +1,41 @@
 """Instances whose Pods are gone: the planner need not wait for their silence.
 
-Taken for gone are Pods that this controller saw and then did not see any more, and Pods that have ended. Of
-others nothing is known: another cluster may share the planner. Theirs are left to the planner, which forgets
-who is silent, but for those whose Pod may have died while no controller looked: they are removed once they
-have been silent for far longer than any instance of a Pod that runs.
+Taken for gone are Pods that this controller saw about to be deleted and then did not see any more, and Pods
+that have ended. A Pod that vanished otherwise may live: to a watch by label one whose label was taken away is
+gone as well. Its instances go only once they are silent; so do those of Pods that were over when this replica
+came to lead, for the one that led before has removed them, and what is there all the same may be alive.
+
+Of others nothing is known: another cluster may share the planner, which forgets by itself who is silent.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Set as AbstractSet
 from typing import Final
 
 from planner.hooks.kubernetes.controller.scene import Scene, ended
-from rfork.wire import InstanceView
 
-SILENT_S: Final = 10.0
-"""Least silence of an instance of a Pod that nobody saw."""
-TIMES: Final = 2.0
-"""How much longer than any instance of a Pod that runs: heartbeats are the planner's to set."""
-_UID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}-")
+SILENT_S: Final = 7.0
+"""Silence of an instance that is dead for all that is known: longer than between two of its heartbeats, which
+are 5 s apart unless the planner is told otherwise, and far shorter than the 20 s after which it forgets."""
 
 
-def decide(scene: Scene, removed: AbstractSet[str]) -> tuple[str, ...]:
-    """Ids of the instances to remove. `removed`: those that were; one that came back lives after all
-    (somebody took its Pod's label away), and is left alone."""
+def decide(
+    scene: Scene, removed: AbstractSet[str], over_before: AbstractSet[str] = frozenset()
+) -> tuple[str, ...]:
+    """Ids of the instances to remove.
+
+    `removed`: those that were; one that came back lives after all, and is left alone. `over_before`: UIDs of
+    Pods that were over before this replica led.
+    """
     if scene.away_since is not None:
         return ()
-    over = {uid for uid, pod in scene.pods.items() if ended(pod)}
-    over.update(uid for uid in scene.gone if uid not in scene.pods)
-    found = [view.report.instance_id for uid in over for view in scene.instances.get(uid, ())]
-    found += (view.report.instance_id for view in _silent(scene))
+    over = {uid: pod for uid, pod in scene.gone.items() if uid not in scene.pods}
+    over.update((uid, pod) for uid, pod in scene.pods.items() if ended(pod))
+    found: list[str] = []
+    for uid, pod in over.items():
+        at_once = (pod.deleting or ended(pod)) and uid not in over_before
+        for view in scene.instances.get(uid, ()):
+            if at_once or view.age_s > SILENT_S:
+                found.append(view.report.instance_id)
     return tuple(name for name in found if name not in removed)
-
-
-def _silent(scene: Scene) -> tuple[InstanceView, ...]:
-    living = [
-        view.age_s
-        for uid, pod in scene.pods.items()
-        if pod.phase == "Running" and not pod.deleting
-        for view in scene.instances.get(uid, ())
-    ]
-    if not living:
-        return ()
-    least_s = max(SILENT_S, TIMES * max(living))
-    return tuple(
-        view
-        for view in scene.strangers
-        if view.age_s > least_s and view.report.placement.pod and _UID.match(view.report.instance_id)
-    )

@@ -2,6 +2,9 @@
 
 A gate that is open stays open: weights do not go away, and what the engine itself says of its health is the
 kubelet's to ask. Whatever the planner does, a Pod whose containers are ready is not held back for ever.
+
+Without a probe a container is ready as soon as its process runs: of such a Pod that is no sign of anything.
+If the planner does not know it, or is away, its gate opens only after the time that loading may take at most.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import Final
 
 from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.cluster import PodSeen
-from planner.hooks.kubernetes.controller.scene import Scene, all_ranks, complete, ended, size
+from planner.hooks.kubernetes.controller.scene import Scene, all_ranks, answers, complete, ended, size
 from rfork.image.ranges import count
 from rfork.wire import ForkView, InstanceView
 
@@ -36,6 +39,11 @@ class Verdict:
 
 
 _WAITING: Final = Verdict(False, NOT_ASKED, "no rank has asked for its weights yet")
+_NO_PROBE: Final = Verdict(
+    False,
+    NOT_ASKED,
+    f"{_WAITING.message}, and there is no readinessProbe that tells whether the engine serves",
+)
 _UNKNOWN: Final = Verdict(True, "UnknownToPlanner", "the planner does not know the Pod: it loaded by itself")
 
 
@@ -59,7 +67,7 @@ def decide(scene: Scene, said: Mapping[str, Said], grace_s: float, longest_s: fl
     """The conditions to write. `said`: what was written last, by the Pod's UID.
 
     `grace_s`: how long the containers of a Pod must have been ready that the planner does not tell of;
-    `longest_s`: the same for one that it takes to be loading still.
+    `longest_s`: the same for one that it takes to be loading still, and for one without a probe.
     """
     waiting = [pod for pod in scene.pods.values() if waits(pod)]
     pause_s = max(PAUSE_S, len(waiting) / MESSAGES_PER_S)
@@ -83,29 +91,33 @@ def decide(scene: Scene, said: Mapping[str, Said], grace_s: float, longest_s: fl
 
 def judge(scene: Scene, pod: PodSeen, grace_s: float, longest_s: float) -> Verdict:
     """Whether the Pod may serve, and why (not)."""
-    ready_s = scene.now - pod.containers_ready_at if pod.containers_ready_at is not None else -1.0
+    ready_s = scene.ready_s(pod)
+    late = ready_s is not None and ready_s >= longest_s
+    serves = answers(pod) or late
+    graced = late or (serves and ready_s is not None and ready_s >= grace_s)
     views, forks = scene.instances.get(pod.uid, ()), latest(scene.forks.get(pod.uid, ()))
     if views:
         ids = {view.report.instance_id for view in views}
         forks = tuple(fork for fork in forks if fork.instance_id in ids)
     live = {fork.instance_id: fork for fork in forks if fork.finish is None}
-    graced = ready_s >= grace_s
     if views and all(_whole(view, live) for view in views):
         if all_ranks(pod, (view.report.rank for view in views)):
             return _served(forks, len(views), sum(view.report.image_bytes for view in views))
         if graced:
             return Verdict(True, "UnknownToPlanner", "the planner does not know all of the Pod's ranks")
-    if not views and forks and not live and ready_s >= 0:
+    if not views and forks and not live and serves:
         # It loaded by itself and gives nothing.
         return _served(forks, len(forks), sum(fork.image_bytes for fork in forks))
     if graced and scene.away_for(grace_s):
         return Verdict(True, "UnknownToPlanner", "the planner does not answer, and the containers are ready")
     if graced and not views and not live:
         return _UNKNOWN
-    if ready_s >= longest_s:
+    if late:
         told = f"the containers have been ready for {ready_s:.0f} s, though ranks are said to be loading"
         return Verdict(True, "TookTooLong", told)
-    return _waited_for(views, forks, live)
+    verdict = _waited_for(views, forks, live)
+    no_probe = not pod.probed and ready_s is not None and ready_s >= grace_s
+    return _NO_PROBE if no_probe and verdict == _WAITING else verdict
 
 
 def latest(forks: Sequence[ForkView]) -> tuple[ForkView, ...]:

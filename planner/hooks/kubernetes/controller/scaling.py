@@ -3,11 +3,16 @@
 A scale-up is named by the UID of its workload: another replica of the controller, or a new start of this
 one, goes on with it. Only names that this controller could have given are ever withdrawn, for others (a
 second cluster, an autoscaler) may announce to the same planner.
+
+The planner counts by itself who comes. It is told again only where it and this controller differ in how many
+are left: at once where a workload is to have more replicas, for those have no Pods yet; else after two looks,
+for its lists are fetched one beside the other and are older than what the watches say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,11 +21,14 @@ from pydantic import ValidationError
 from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.cluster import ObjectRef, PodSeen, WorkloadSeen
 from planner.hooks.kubernetes.controller.owners import Owners, pods_of_replica
-from planner.hooks.kubernetes.controller.scene import Scene, ended, joins, model_of
+from planner.hooks.kubernetes.controller.scene import Scene, answers, ended, joins, model_of, unschedulable
 from rfork.wire import ScaleUp, ScaleUpView
 
 LEAST_S: Final = 1.0
 MOST_BY: Final = 256
+PAUSE_S: Final = 10.0
+"""Least time between two announcements of one workload whose own number of replicas does not rise: Pods that
+replace others come one by one, and each is minutes in coming."""
 
 
 @dataclass(frozen=True)
@@ -42,21 +50,41 @@ class Coming:
 
 
 @dataclass(frozen=True)
+class Waited:
+    """Who is waited for, all by the scale-up's id."""
+
+    coming: dict[str, Coming]
+    rises: dict[str, Rise]
+    """To be handed in next time."""
+    sizes: dict[str, int]
+    """Replicas that each workload is to have; of others the Pods that there are. Also where nobody comes."""
+
+
+@dataclass(frozen=True)
+class Differs:
+    """The planner expects another number than is waited for."""
+
+    up: bool
+    """It expects too few."""
+    look_at: float
+    """The look at which it was first so."""
+
+
+@dataclass(frozen=True)
 class _Unit:
     """Pods that come together: one Pod, or a LeaderWorkerSet's group."""
 
-    settled: bool
-    """They have asked for their forks, or never will."""
-    created_at: float
+    comes: bool
+    """It has a node, or may get one, and has not asked for its forks yet."""
+    since: float
 
 
-def coming(
-    scene: Scene, rises: Mapping[str, Rise], scaleup_s: float
-) -> tuple[dict[str, Coming], dict[str, Rise]]:
-    """What is waited for now, by the scale-up's id, and the rises to be handed in next time.
+def coming(scene: Scene, rises: Mapping[str, Rise], scaleup_s: float) -> Waited:
+    """What is waited for now.
 
     Counted are the replicas that a workload wants more than it has Pods for, and the Pods that have not asked
-    for their forks: of each those that came to be so within the last `scaleup_s`.
+    for their forks: of each those that came to be so within the last `scaleup_s`. Pods that no node takes are
+    not: who does come would wait for them. Bound, they count, from then on.
     """
     owners = Owners(scene.workloads.values())
     pods: dict[str, list[PodSeen]] = {}
@@ -72,6 +100,7 @@ def coming(
 
     found: dict[str, Coming] = {}
     left: dict[str, Rise] = {}
+    sizes = {uid: workload.replicas for uid, workload in scene.workloads.items()}
     for uid, workload in scene.workloads.items():
         one, rise = _of_workload(scene, workload, pods.get(uid, []), rises.get(uid), scaleup_s)
         if one is not None:
@@ -82,19 +111,87 @@ def coming(
         one = _of_others(scene, uid, members, scaleup_s)
         if one is not None:
             found[uid] = one
-    return found, left
+        sizes[uid] = len(members)
+    return Waited(found, left, sizes)
 
 
-def to_announce(wanted: Mapping[str, Coming], told: Mapping[str, ScaleUpView]) -> tuple[Coming, ...]:
-    """Those that the planner does not know, or of which it knows another number."""
-    return tuple(one for uid, one in wanted.items() if uid not in told or not _same(one, told[uid]))
+def spoken_of(
+    before: Mapping[str, int] | None, waited: Waited, told: Mapping[str, ScaleUpView]
+) -> dict[str, int]:
+    """Of each size how much is no news: a scale-up is one where the size is greater than that.
+
+    `before`: the same of last time; None: at the first time of a replica that comes to lead. What the planner
+    knows then somebody has told of.
+    """
+    found: dict[str, int] = {}
+    for uid, size in waited.sizes.items():
+        one, left = waited.coming.get(uid), _left(waited.coming.get(uid), told.get(uid))
+        if one is None or (left is not None and left >= one.scaleup.replicas):
+            found[uid] = size
+        elif before is None:
+            found[uid] = size - one.scaleup.replicas + (left or 0)
+        else:
+            found[uid] = min(size, before.get(uid, 0))
+    return found
+
+
+def differing(
+    wanted: Mapping[str, Coming],
+    told: Mapping[str, ScaleUpView],
+    own: Iterable[str],
+    before: Mapping[str, Differs],
+    look_at: float,
+) -> dict[str, Differs]:
+    """Where the planner, of the scale-ups that it knows, expects others than are waited for.
+
+    `before`: the same of last time; `look_at`: when `told` was fetched.
+    """
+    found: dict[str, Differs] = {}
+    for uid in {*wanted, *own} & told.keys():
+        one = wanted.get(uid)
+        left = _left(one, told[uid]) or 0
+        if one is not None and one.scaleup.replicas == left:
+            continue
+        up = one is not None and one.scaleup.replicas > left
+        last = before.get(uid)
+        found[uid] = last if last is not None and last.up == up else Differs(up, look_at)
+    return found
+
+
+def to_announce(
+    wanted: Mapping[str, Coming],
+    told: Mapping[str, ScaleUpView],
+    differs: Mapping[str, Differs],
+    urgent: AbstractSet[str],
+    announced_s: Mapping[str, float],
+    look_at: float,
+) -> tuple[Coming, ...]:
+    """Those that the planner does not know, or of which it expects another number.
+
+    `urgent`: what waits for no second look; `announced_s`: how long ago each was announced last, if it was.
+    """
+    found: list[Coming] = []
+    for uid, one in wanted.items():
+        left = _left(one, told.get(uid))
+        if left == one.scaleup.replicas:
+            continue
+        up = left is None or one.scaleup.replicas > left
+        seen_twice = left is None or (uid in differs and differs[uid].look_at < look_at)
+        rested = not up or announced_s.get(uid, PAUSE_S) >= PAUSE_S
+        if (up and uid in urgent) or (seen_twice and rested):
+            found.append(one)
+    return tuple(found)
 
 
 def to_withdraw(
-    wanted: Mapping[str, Coming], told: Mapping[str, ScaleUpView], own: Iterable[str]
+    wanted: Mapping[str, Coming],
+    told: Mapping[str, ScaleUpView],
+    differs: Mapping[str, Differs],
+    look_at: float,
 ) -> tuple[str, ...]:
-    """Of the planner's scale-ups, those of this controller (`own`) in which nobody is waited for any more."""
-    return tuple(uid for uid in own if uid in told and uid not in wanted)
+    """Of the planner's scale-ups, those of this controller in which nobody is waited for any more."""
+    gone = (uid for uid in differs if uid in told and uid not in wanted)
+    return tuple(uid for uid in gone if differs[uid].look_at < look_at)
 
 
 def own_names(scene: Scene) -> set[str]:
@@ -105,8 +202,11 @@ def own_names(scene: Scene) -> set[str]:
     return found
 
 
-def _same(one: Coming, view: ScaleUpView) -> bool:
-    return (one.scaleup.model, one.scaleup.replicas) == (view.scaleup.model, view.scaleup.replicas)
+def _left(one: Coming | None, view: ScaleUpView | None) -> int | None:
+    """How many the planner still expects; None: it does not know the scale-up, or as another model's."""
+    if view is None or (one is not None and one.scaleup.model != view.scaleup.model):
+        return None
+    return max(0, view.scaleup.replicas - view.arrived)
 
 
 def _of_workload(
@@ -121,7 +221,7 @@ def _of_workload(
     if missing:
         risen = before is None or missing > before.missing
         rise = Rise(missing, scene.now if risen or before is None else before.since)
-    begun = [unit.created_at for unit in units if not unit.settled]
+    begun = [unit.since for unit in units if unit.comes]
     begun += [rise.since] * missing if rise is not None else []
     model = model_of(workload.template_labels, workload.template_annotations)
     return _coming(scene, workload.uid, workload.ref, model, begun, together, scaleup_s), rise
@@ -129,7 +229,7 @@ def _of_workload(
 
 def _of_others(scene: Scene, uid: str, pods: list[PodSeen], scaleup_s: float) -> Coming | None:
     """Pods of a Job, of a ReplicaSet alone, or one that nobody made: there is no telling how many follow."""
-    begun = [pod.created_at for pod in pods if not _settled(scene, pod)]
+    begun = [_since(pod) for pod in pods if _comes(scene, pod)]
     first = pods[0]
     about = first.owner or first.ref
     return _coming(scene, uid, about, model_of(first.labels, first.annotations), begun, 1, scaleup_s)
@@ -157,20 +257,26 @@ def _coming(
 
 def _units(scene: Scene, workload: WorkloadSeen, pods: list[PodSeen]) -> list[_Unit]:
     if workload.kind != "LeaderWorkerSet":
-        return [_Unit(_settled(scene, pod), pod.created_at) for pod in pods]
+        return [_Unit(_comes(scene, pod), _since(pod)) for pod in pods]
     groups: dict[str, list[PodSeen]] = {}
     for pod in pods:
         groups.setdefault(pod.labels.get(names.LWS_GROUP, pod.uid), []).append(pod)
     return [
         # As the planner counts: one rank of it that came is the replica, its others are waited for by that.
         _Unit(
-            any(scene.knows(pod) for pod in group) or all(_settled(scene, pod) for pod in group),
-            max(pod.created_at for pod in group),
+            not any(scene.knows(pod) or unschedulable(pod) for pod in group)
+            and any(_comes(scene, pod) for pod in group),
+            max(map(_since, group)),
         )
         for group in groups.values()
     ]
 
 
-def _settled(scene: Scene, pod: PodSeen) -> bool:
-    """Whether the Pod has asked for its fork, or need not any more, or never will."""
-    return scene.knows(pod) or pod.containers_ready_at is not None or not joins(pod)
+def _comes(scene: Scene, pod: PodSeen) -> bool:
+    """Whether the Pod is about to ask for its fork: it has not, and can, and has not served without."""
+    return joins(pod) and not (scene.knows(pod) or answers(pod) or unschedulable(pod))
+
+
+def _since(pod: PodSeen) -> float:
+    """Since when it is on its way: one that waited for a node, from when it got one."""
+    return max(pod.created_at, pod.scheduled_at or 0.0)

@@ -51,9 +51,23 @@ class Scene:
     came: AbstractSet[str] = frozenset()
     """UIDs of Pods that the planner knew once: one that was started anew does not know them at first."""
 
+    ready: Mapping[str, float] = field(default_factory=dict)
+    """When this controller first saw each Pod's containers ready, by UID and by its own clock."""
+
     def knows(self, pod: PodSeen) -> bool:
         """Whether any rank of the Pod has asked for its fork, or registered."""
         return pod.uid in self.instances or pod.uid in self.forks or pod.uid in self.came
+
+    def ready_s(self, pod: PodSeen) -> float | None:
+        """How long the Pod's containers have been ready, if they are; never negative.
+
+        The longer of what the kubelet says and what this controller saw: a node's clock may be ahead, and a
+        controller that was started anew has seen little. No clock makes it longer than the Pod is there.
+        """
+        if pod.containers_ready_at is None:
+            return None
+        said_s = self.now - max(pod.containers_ready_at, pod.created_at)
+        return max(0.0, said_s, self.now - self.ready.get(pod.uid, self.now))
 
     def away_for(self, seconds: float) -> bool:
         """Whether the planner has not answered for so long."""
@@ -69,6 +83,7 @@ def scene(
     gone: Mapping[str, PodSeen] | None = None,
     away_since: float | None = None,
     came: AbstractSet[str] = frozenset(),
+    ready: Mapping[str, float] | None = None,
 ) -> Scene:
     """Put each instance and each fork beside the Pod that it runs in."""
     look, gone = look or Look(), gone or {}
@@ -96,6 +111,7 @@ def scene(
         forks={uid: tuple(views) for uid, views in forks.items()},
         strangers=tuple(strangers),
         came=came,
+        ready=ready or {},
     )
 
 
@@ -118,6 +134,16 @@ def joins(pod: PodSeen) -> bool:
 def ended(pod: PodSeen) -> bool:
     """Whether its containers have run for the last time."""
     return pod.phase in ("Succeeded", "Failed")
+
+
+def answers(pod: PodSeen) -> bool:
+    """Whether the engine says that it serves. Without a probe, ready containers say nothing of it."""
+    return pod.probed and pod.containers_ready_at is not None
+
+
+def unschedulable(pod: PodSeen) -> bool:
+    """Whether no node takes it: nobody knows whether it ever comes."""
+    return pod.conditions.get("PodScheduled") is False
 
 
 def model_of(labels: Mapping[str, str], annotations: Mapping[str, str]) -> str:

@@ -17,7 +17,16 @@ from planner.hooks.kubernetes.cluster import EventType, ObjectRef, PodSeen
 from planner.hooks.kubernetes.controller.owners import Owners
 from planner.hooks.kubernetes.controller.readiness import latest, waits
 from planner.hooks.kubernetes.controller.scaling import Coming
-from planner.hooks.kubernetes.controller.scene import Look, Scene, all_ranks, ended, joins, pod_uid, size
+from planner.hooks.kubernetes.controller.scene import (
+    Look,
+    Scene,
+    all_ranks,
+    answers,
+    ended,
+    joins,
+    pod_uid,
+    size,
+)
 from rfork.wire import ForkFinish, ForkView, ScaleUpView, source_kind
 
 YOUNG_S: Final = 300.0
@@ -122,7 +131,7 @@ def _of_forks(
     ends = [fork.finish for fork in new if fork.finish is not None and fork.finish.outcome != "interrupted"]
     if not ends:
         return
-    others = not all_ranks(pod, (fork.rank for fork in last)) and pod.containers_ready_at is None
+    others = not all_ranks(pod, (fork.rank for fork in last)) and not answers(pod)
     if others and scene.now - max(_ended_at(scene, fork) for fork in new) < RANKS_S:
         return
     keys = frozenset(map(_key, new))

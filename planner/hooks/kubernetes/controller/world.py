@@ -44,11 +44,39 @@ class Kept(Generic[Seen]):
                 del self.gone[uid]
 
 
+class KeptPods(Kept[PodSeen]):
+    """Pods, and since when their containers are ready by this controller's own clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready: dict[str, float] = {}
+        """By UID: when they were first seen so, since they were last seen otherwise."""
+        self._said: dict[str, float] = {}
+        """By UID: since when they are so by their node's clock. Another time: they were not, meanwhile."""
+
+    def hear(self, news: News[PodSeen], now: float) -> None:
+        """Take in what a watch says."""
+        super().hear(news, now)
+        for pod in news.items if isinstance(news, Listed) else (news.item,):
+            said = pod.containers_ready_at
+            if said is None or pod.uid not in self.items:
+                self._forget(pod.uid)
+            elif self._said.get(pod.uid) != said:
+                self.ready[pod.uid], self._said[pod.uid] = now, said
+        if isinstance(news, Listed):
+            for uid in self.ready.keys() - self.items.keys():
+                self._forget(uid)
+
+    def _forget(self, uid: str) -> None:
+        self.ready.pop(uid, None)
+        self._said.pop(uid, None)
+
+
 class World:
     """Pods and workloads with the label `names.MODEL`."""
 
     def __init__(self) -> None:
-        self.pods: Kept[PodSeen] = Kept()
+        self.pods = KeptPods()
         self.workloads: Kept[WorkloadSeen] = Kept()
 
     @property

@@ -18,7 +18,7 @@ SGLANG = ["python3", "-m", "sglang.launch_server", "--model-path", "org/llama"]
 
 
 def hook(**options: object) -> HookSettings:
-    """What the webhook is told; where files are asked for there is an image of them, and a way to bring it."""
+    """What the webhook is told; where files are asked for there is an image of them, and a way to take it."""
     image = {} if options.get("files", "none") == "none" else {"image": "registry/rfork:1"}
     known = {"image_volumes": True} if options.get("files") == "image" else {}
     return HookSettings(**{**image, **known, **options})  # type: ignore[arg-type]  # each test names options

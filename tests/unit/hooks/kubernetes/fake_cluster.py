@@ -60,7 +60,7 @@ def owner_of(one: WorkloadSeen, template: str = HASH) -> ObjectRef:
 
 
 def pod(number: int, of: WorkloadSeen | None = None, *, template: str = HASH, **changes: object) -> PodSeen:
-    """``default/pod-NUMBER``, as the webhook made it; pending, created at 100."""
+    """``default/pod-NUMBER``, as the webhook made it, with a probe; pending, created at 100."""
     labels = {names.MODEL: MODEL}
     if of is not None and of.kind == "Deployment":
         labels["pod-template-hash"] = template
@@ -76,6 +76,7 @@ def pod(number: int, of: WorkloadSeen | None = None, *, template: str = HASH, **
         created_at=100.0,
         deleting=False,
         gates=(names.WEIGHTS_READY,),
+        probed=True,
     )
     return replace(seen, **changes)  # type: ignore[arg-type]  # each test names fields of PodSeen
 
@@ -154,7 +155,12 @@ class FakeCluster:
         return self.change(one, phase="Running", containers_ready_at=self.clock.now, conditions=conditions)
 
     def delete(self, one: PodSeen) -> None:
-        """It is gone."""
+        """It is deleted, and gone at once."""
+        self.change(one, deleting=True)
+        self.vanish(one)
+
+    def vanish(self, one: PodSeen) -> None:
+        """It is not seen any more; so it is where its label is taken away."""
         seen = self.pods_there.pop(one.uid)
         for watch in self._pod_watches:
             watch(Removed(seen))

@@ -127,6 +127,8 @@ class FakeFleet:
     began: dict[str, float] = field(default_factory=dict)
     """When each fork did."""
     scaleup_views: dict[str, ScaleUpView] = field(default_factory=dict)
+    before: dict[str, set[str]] = field(default_factory=dict)
+    """Who had asked when each scale-up was announced."""
     calls: list[str] = field(default_factory=list)
     """``announce ID NUMBER``, ``withdraw ID``, ``remove ID``."""
     looks: int = 0
@@ -189,11 +191,17 @@ class FakeFleet:
 
     async def scaleups(self) -> tuple[ScaleUpView, ...]:
         self._answers()
-        return tuple(self.scaleup_views.values())
+        return tuple(
+            view.model_copy(
+                update={"arrived": min(view.scaleup.replicas, len(self._came() - self.before[uid]))}
+            )
+            for uid, view in self.scaleup_views.items()
+        )
 
     async def announce(self, scaleup: ScaleUp) -> ScaleUpView:
         self._answers()
         self.calls.append(f"announce {scaleup.scaleup_id} {scaleup.replicas}")
+        self.before[scaleup.scaleup_id] = self._came()
         self.scaleup_views[scaleup.scaleup_id] = announced(scaleup, seeds=self.seeds)
         return self.scaleup_views[scaleup.scaleup_id]
 
@@ -209,6 +217,10 @@ class FakeFleet:
 
     async def close(self) -> None:
         pass
+
+    def _came(self) -> set[str]:
+        """UIDs of the Pods that have asked for their forks."""
+        return {view.instance_id[:36] for view in self.fork_views.values()}
 
     def _answers(self) -> None:
         if self.away:

@@ -45,12 +45,15 @@ class Webhook:
     """The application, and what it tells Prometheus."""
 
     settings: HookSettings = field(default_factory=hook)
+    led: bool = False
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
 
     def __post_init__(self) -> None:
         topology = Topology(self.settings)
         topology.see(Put(NodeSeen("a", {"topology.kubernetes.io/zone": "z1"})))
-        self.app: ASGIApp = admission.admission_app(self.settings, PLANNER, topology, self.registry)
+        self.app: ASGIApp = admission.admission_app(
+            self.settings, PLANNER, topology, self.registry, lambda: self.led
+        )
 
     async def post(self, path: str, body: bytes | object) -> httpx.Response:
         """Send a body, as JSON if it is not made yet."""
@@ -155,6 +158,34 @@ async def test_files_without_an_image_leave_the_pod_alone() -> None:
     assert after["metadata"]["annotations"][names.REFUSED].startswith("there is no image of rfork's files")
 
 
+async def test_an_image_volume_is_refused_where_the_cluster_knows_none() -> None:
+    """The Pod starts as it was written, and says what to set."""
+    before = pod(annotations={names.FILES: "image"})
+    after = patched(before, await Webhook(hook(files="init")).asked("/mutate", before))
+    assert before["spec"] == after["spec"]
+    assert after["metadata"]["annotations"][names.REFUSED] == (
+        "rfork's files are to come as an image volume, which this cluster is not said to know: set "
+        "rfork.dev/files: init, or, from Kubernetes 1.35 on, RFORK_HOOK_IMAGE_VOLUMES=true for the webhook"
+    )
+
+
+async def test_the_gate_is_given_while_a_controller_leads(caplog: pytest.LogCaptureFixture) -> None:
+    """It is asked anew for each Pod; a Pod that was changed before keeps what it got then."""
+    webhook = Webhook()
+    with caplog.at_level(logging.DEBUG):
+        without = patched(pod(), await webhook.asked("/mutate", pod()))
+    webhook.led = True
+    given = patched(pod(), await webhook.asked("/mutate", pod()))
+    assert "patch" not in await webhook.asked("/mutate", without)
+    webhook.led = False
+    assert "patch" not in await webhook.asked("/mutate", given)
+    assert (None, [{"conditionType": names.WEIGHTS_READY}]) == (
+        without["spec"].get("readinessGates"),
+        given["spec"].get("readinessGates"),
+    )
+    assert 1 == sum("gets no readiness gate" in record.getMessage() for record in caplog.records)
+
+
 async def test_a_second_engine_that_comes_later_takes_nothing_back() -> None:
     """A Pod that was changed already gets no word of refusal on top."""
     made = patched(pod(), await Webhook().asked("/mutate", pod()))
@@ -172,7 +203,7 @@ async def test_notes_are_warnings() -> None:
 async def test_a_bug_blocks_no_pod(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever is raised is logged, with the Pod's name; the Pod starts as it was written."""
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(admission, "mutated", broken)

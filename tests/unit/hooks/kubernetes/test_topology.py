@@ -6,11 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from planner.hooks.kubernetes import names, webhook
-from planner.hooks.kubernetes.cluster import Cluster, Listed, News, NodeSeen, Put, Removed
+from planner.hooks.kubernetes import names
+from planner.hooks.kubernetes.cluster import Listed, News, NodeSeen, Put, Removed
 from planner.hooks.kubernetes.topology import Topology
-from rfork.errors import SettingsError
-from rfork.settings import HookSettings
 from tests.unit.hooks.kubernetes.documents import hook
 
 A = NodeSeen(
@@ -67,18 +65,8 @@ async def test_it_follows_the_cluster() -> None:
     assert (TOLD_OF_A, TOLD_OF_B) == tuple(dict(topology.annotations_for(name)) for name in "ab")
 
 
-async def test_pods_are_told_nothing_where_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No Node is remembered, and no cluster asked for them."""
-    settings = hook(topology=False)
-    topology = Topology(settings)
+def test_no_node_is_remembered_where_that_is_off() -> None:
+    """Pods are told nothing."""
+    topology = Topology(hook(topology=False))
     topology.see(Put(A))
-    asked: list[HookSettings] = []
-
-    def connect(settings: HookSettings) -> Cluster:
-        asked.append(settings)
-        raise SettingsError("there is none")
-
-    monkeypatch.setattr(webhook, "connect", connect)
-    await webhook._follow(settings, topology)
-    await webhook._follow(hook(), topology)
-    assert ({}, [hook()]) == (dict(topology.annotations_for("a")), asked)
+    assert {} == dict(topology.annotations_for("a"))

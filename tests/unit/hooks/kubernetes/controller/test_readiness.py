@@ -24,6 +24,11 @@ SLOW = pod(5, phase="Running", containers_ready_at=NOW - LONGEST)
 GROUPED = replace(POD, labels={**POD.labels, names.LWS_GROUP: "a"})
 LEFT, RIGHT = Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2)
 UNKNOWN = "UnknownToPlanner"
+NO_PROBE = (
+    "no rank has asked for its weights yet, "
+    "and there is no readinessProbe that tells whether the engine serves"
+)
+BLIND, BLIND_STARTED, BLIND_SLOW = (replace(one, probed=False) for one in (GRACED, STARTED, SLOW))
 UID = POD.uid
 
 
@@ -78,6 +83,15 @@ RECEIVING = fork(UID, chunks=43)
         (SLOW, [LOADING], [RECEIVING],
          (True, "TookTooLong",
           "the containers have been ready for 900 s, though ranks are said to be loading")),
+        # Without a probe ready containers say nothing.
+        (BLIND_STARTED, [], [], (False, "Waiting", "no rank has asked for its weights yet")),
+        (BLIND, [], [], (False, "Waiting", NO_PROBE)),
+        (BLIND_SLOW, [], [], (True, UNKNOWN, "the planner does not know the Pod: it loaded by itself")),
+        (BLIND, [], [fork(UID, "fallback")],
+         (False, "FallingBack", "a fallback loaded the weights; the engine does not serve yet")),
+        (BLIND, [instance(UID, rank=LEFT)], [],
+         (False, "RanksMissing", "1 rank is whole; others have not asked yet")),
+        (BLIND, [instance(UID)], [fork(UID, "forked")], (True, "Forked", "1 rank is whole: 15.2 GB")),
         # A container that was started again: what it was before it says nothing of what it is now.
         (POD, [instance(UID, "loading", start="11")], [fork(UID, "forked"), fork(UID, start="11", chunks=10)],
          (False, "Receiving", "receiving: 10 % of 15.2 GB")),
@@ -100,6 +114,8 @@ def test_the_condition(
         (STARTED, 100.0, "Receiving"),
         (GRACED, GRACE - 1, "Receiving"),
         (GRACED, GRACE, UNKNOWN),
+        (BLIND, 100.0, "Receiving"),
+        (BLIND_SLOW, GRACE, UNKNOWN),
     ],
 )
 def test_the_planner_is_away(one: PodSeen, away_s: float, expected: str) -> None:

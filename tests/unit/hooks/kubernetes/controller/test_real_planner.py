@@ -101,7 +101,8 @@ async def test_scaled_from_one_to_four(whole: Whole) -> None:
     seen.append(await whole.step())
     plans.append(await whole.asks(pods[2]))
     seen.append(await whole.step())
-    assert [[], [(3, 0)], [(1, 0)], []] == seen
+    seen += [await whole.step(), await whole.step()]
+    assert [[], [(3, 0)], [(3, 2)], [(3, 3)], [], []] == seen
     assert all(plan.routes for plan in plans)
     for pod in pods:
         await whole.forked(pod, seed)

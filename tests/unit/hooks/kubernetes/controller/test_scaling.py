@@ -9,15 +9,20 @@ import pytest
 from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.cluster import ObjectRef, PodSeen, WorkloadSeen
 from planner.hooks.kubernetes.controller.scaling import (
+    PAUSE_S,
     Coming,
+    Differs,
     Rise,
+    Waited,
     coming,
+    differing,
     own_names,
+    spoken_of,
     to_announce,
     to_withdraw,
 )
 from planner.hooks.kubernetes.controller.scene import Look, scene
-from rfork.wire import ScaleUp
+from rfork.wire import ScaleUp, ScaleUpView
 from tests.unit.hooks.kubernetes.fake_cluster import MODEL, pod, uid, workload
 from tests.unit.hooks.kubernetes.fake_fleet import announced, fork, instance
 
@@ -31,6 +36,7 @@ STATEFUL = workload(1, 4, kind="StatefulSet", template_annotations=TOGETHER)
 LWS = workload(1, 3, kind="LeaderWorkerSet")
 JOB = ObjectRef("Job", "batch/v1", "default", "batch", "the-job")
 READY = 950.0
+NO_NODE, BOUND = {"PodScheduled": False}, {"PodScheduled": True}
 
 
 def fresh(number: int, of: WorkloadSeen | None = DEPLOYMENT, **changes: object) -> PodSeen:
@@ -78,6 +84,19 @@ def numbers(found: Mapping[str, Coming]) -> dict[str, int]:
             id="pending for too long",
         ),
         pytest.param(
+            [DEPLOYMENT], [fresh(n, containers_ready_at=READY, probed=False) for n in (5, 6, 7, 8)], [5],
+            {uid(1): 3}, id="nobody asks whether they are ready",
+        ),
+        pytest.param(
+            [DEPLOYMENT], [fresh(5), *(fresh(n, conditions=NO_NODE) for n in (6, 7, 8))], [], {uid(1): 1},
+            id="no node takes three of them",
+        ),
+        pytest.param(
+            [DEPLOYMENT],
+            [fresh(n, conditions=BOUND, created_at=NOW - 2000, scheduled_at=NOW - 5) for n in (5, 6, 7, 8)],
+            [5], {uid(1): 3}, id="they waited long for nodes, and have them now",
+        ),
+        pytest.param(
             [DEPLOYMENT], [fresh(n, annotations={names.REFUSED: "why"}) for n in (5, 6, 7, 8)], [], {},
             id="the webhook left them alone: they never ask",
         ),
@@ -102,6 +121,10 @@ def numbers(found: Mapping[str, Coming]) -> dict[str, int]:
             id="a rank of a group came",
         ),
         pytest.param(
+            [LWS], [member(5, "a"), member(6, "a", conditions=NO_NODE), member(7, "b")], [], {uid(1): 2},
+            id="no node takes one of a group",
+        ),
+        pytest.param(
             [], [fresh(5, None, owner=JOB), fresh(6, None, owner=JOB), fresh(7, None)], [6],
             {"the-job": 1, uid(7): 1}, id="a Job's Pods, and one that nobody made",
         ),
@@ -117,7 +140,7 @@ def test_who_is_waited_for(
     """Replicas that are wanted and have not asked for their forks, by the UID of what they are of."""
     look = Look(NOW, tuple(instance(uid(number), "loading", chunks=0) for number in known))
     seen = scene(NOW, {one.uid: one for one in pods}, {one.uid: one for one in workloads}, look)
-    found, _ = coming(seen, {}, LONGEST)
+    found = coming(seen, {}, LONGEST).coming
     assert expected == numbers(found)
 
 
@@ -125,7 +148,7 @@ def test_a_fork_is_enough_to_have_come() -> None:
     """An instance that was forgotten has asked for its fork all the same."""
     pods = {one.uid: one for one in (fresh(5), fresh(6))}
     look = Look(NOW, forks=(fork(uid(5), "failed"),))
-    found, _ = coming(scene(NOW, pods, {uid(1): workload(1, 2)}, look), {}, LONGEST)
+    found = coming(scene(NOW, pods, {uid(1): workload(1, 2)}, look), {}, LONGEST).coming
     assert {uid(1): 1} == numbers(found)
 
 
@@ -141,7 +164,7 @@ def test_a_fork_is_enough_to_have_come() -> None:
 def test_the_models_name(template: tuple[dict[str, str], dict[str, str]], expected: str | None) -> None:
     """An annotation of the template goes before the label; what no model is called is not announced."""
     one = workload(1, 1, template_labels=template[0], template_annotations=template[1])
-    found, _ = coming(scene(NOW, {}, {one.uid: one}), {}, LONGEST)
+    found = coming(scene(NOW, {}, {one.uid: one}), {}, LONGEST).coming
     assert ([expected] if expected else []) == [each.scaleup.model for each in found.values()]
 
 
@@ -162,9 +185,8 @@ def test_how_long_replicas_without_pods_are_waited_for(
 ) -> None:
     """From the moment that there came to be so many, also if some of them have come since."""
     one = workload(1, replicas)
-    found, rises = coming(
-        scene(now, {}, {one.uid: one}), {one.uid: before} if before is not None else {}, LONGEST
-    )
+    waited = coming(scene(now, {}, {one.uid: one}), {one.uid: before} if before is not None else {}, LONGEST)
+    found, rises = waited.coming, waited.rises
     scaleup = found[one.uid].scaleup if found else None
     assert expected == (
         rises.get(one.uid), scaleup.replicas if scaleup else None, scaleup.expires_in_s if scaleup else None,
@@ -175,27 +197,103 @@ def wanted(replicas: int, model: str = MODEL) -> Coming:
     return Coming(workload().ref, ScaleUp(scaleup_id="a", model=model, replicas=replicas))
 
 
+def known(replicas: int, arrived: int = 0, model: str = MODEL) -> dict[str, ScaleUpView]:
+    """What the planner lists."""
+    view = announced(wanted(replicas, model).scaleup)
+    return {"a": view.model_copy(update={"arrived": arrived})}
+
+
+LOOK: Final = NOW
+UP, DOWN = Differs(True, LOOK - 2), Differs(False, LOOK - 2)
+
+
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("told", "differs", "urgent", "announced_s", "expected"),
     [
-        (None, True),
-        (wanted(3), False),
-        (wanted(2), True),
-        (wanted(3, "other"), True),
+        pytest.param({}, None, False, None, True, id="not known"),
+        pytest.param({}, None, False, 9.9, False, id="not known, a moment after it was announced"),
+        pytest.param({}, None, True, 0.1, True, id="not known, and more are wanted"),
+        pytest.param(known(3), None, True, None, False, id="known"),
+        pytest.param(known(5, 2), None, True, None, False, id="those that are left"),
+        pytest.param(known(3, 0, "other"), None, False, None, True, id="another model"),
+        pytest.param(known(3, 1), replace(UP, look_at=LOOK), False, None, False, id="too few, at one look"),
+        pytest.param(known(3, 1), UP, False, None, True, id="too few, at two looks"),
+        pytest.param(known(3, 1), UP, False, 9.9, False, id="too few, but told lately"),
+        pytest.param(known(3, 1), UP, False, PAUSE_S, True, id="too few, for long enough"),
+        pytest.param(known(2), replace(UP, look_at=LOOK), True, 0.1, True, id="more are wanted"),
+        pytest.param(known(5, 1), replace(DOWN, look_at=LOOK), True, None, False, id="too many, at one look"),
+        pytest.param(known(5, 1), DOWN, False, 0.1, True, id="too many, at two looks"),
     ],
 )
-def test_only_what_changed_is_announced(told: Coming | None, expected: bool) -> None:
-    """What the planner knows already is not said again."""
-    known = {"a": announced(told.scaleup)} if told is not None else {}
-    assert expected == bool(to_announce({"a": wanted(3)}, known))
+def test_only_what_changed_is_announced(
+    told: dict[str, ScaleUpView],
+    differs: Differs | None,
+    urgent: bool,
+    announced_s: float | None,
+    expected: bool,
+) -> None:
+    """What the planner still expects is not said again; a rise of Pods rarely, and a fall not at once."""
+    found = to_announce(
+        {"a": wanted(3)},
+        told,
+        {"a": differs} if differs else {},
+        {"a"} if urgent else set(),
+        {"a": announced_s} if announced_s is not None else {},
+        LOOK,
+    )
+    assert expected == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("one", "told", "before", "expected"),
+    [
+        (wanted(3), known(3), {"a": DOWN}, {}),
+        (wanted(3), known(4, 1), {}, {}),
+        (wanted(3), known(4), {}, {"a": Differs(False, LOOK)}),
+        (wanted(3), known(4), {"a": DOWN}, {"a": DOWN}),
+        (wanted(3), known(4), {"a": UP}, {"a": Differs(False, LOOK)}),
+        (wanted(3), known(4, 2), {}, {"a": Differs(True, LOOK)}),
+        (None, known(4, 4), {}, {"a": Differs(False, LOOK)}),
+        (None, {}, {"a": DOWN}, {}),
+    ],
+)
+def test_where_the_planner_expects_others(
+    one: Coming | None, told: dict[str, ScaleUpView], before: dict[str, Differs], expected: dict[str, Differs]
+) -> None:
+    """Since which look, in the same direction, without a look at which it was not so."""
+    assert expected == differing({"a": one} if one else {}, told, ("a",), before, LOOK)
+
+
+@pytest.mark.parametrize(
+    ("before", "waits", "told", "expected"),
+    [
+        ({"a": 4}, None, {}, 9),
+        ({"a": 4}, 5, {}, 4),
+        ({}, 5, {}, 0),
+        ({"a": 12}, 5, {}, 9),
+        ({"a": 4}, 5, known(5), 9),
+        (None, 5, {}, 4),
+        (None, 5, known(5), 9),
+        (None, 5, known(2), 6),
+    ],
+)
+def test_which_size_is_no_news(
+    before: dict[str, int] | None, waits: int | None, told: dict[str, ScaleUpView], expected: int
+) -> None:
+    """One that was told of, or of which nobody is waited for; for a new leader what the planner knows of."""
+    waited = Waited({"a": wanted(waits)} if waits is not None else {}, {}, {"a": 9})
+    assert {"a": expected} == spoken_of(before, waited, told)
 
 
 def test_only_own_names_are_withdrawn() -> None:
-    """What others announced to the same planner is theirs."""
+    """What others announced to the same planner is theirs; and it takes two looks."""
     told = {
-        name: announced(ScaleUp(scaleup_id=name, model=MODEL, replicas=1)) for name in ("a", "b", "other")
+        name: announced(ScaleUp(scaleup_id=name, model=MODEL, replicas=1))
+        for name in ("a", "b", "late", "other")
     }
-    assert ("b",) == to_withdraw({"a": wanted(1)}, told, ("a", "b", "c"))
+    first = differing({"a": wanted(1)}, told, ("a", "b", "c"), {}, LOOK - 2)
+    differs = differing({"a": wanted(1)}, told, ("a", "b", "c", "late"), first, LOOK)
+    assert ("b",) == to_withdraw({"a": wanted(1)}, told, differs, LOOK)
 
 
 def test_own_names() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from planner.hooks.kubernetes import names
-from planner.hooks.kubernetes.cluster import PodSeen, WorkloadSeen
+from planner.hooks.kubernetes.cluster import ObjectRef, PodSeen, WorkloadSeen
 from tests.unit.hooks.kubernetes.controller.stage import Stage
 from tests.unit.hooks.kubernetes.fake_cluster import HASH, uid
 from tests.unit.hooks.kubernetes.fake_fleet import instance, instance_id
@@ -79,7 +79,7 @@ async def test_pods_that_are_made_change_nothing_that_was_announced(stage: Stage
 
 
 async def test_arrivals_are_counted_down(stage: Stage) -> None:
-    """Each look says how many have not asked yet, and after the last one that nobody is waited for."""
+    """The planner does it by itself: it is told only that nobody is waited for any more."""
     deployment, _ = await serving(stage)
     stage.cluster.scale(deployment, 4)
     await stage.news()
@@ -90,7 +90,7 @@ async def test_arrivals_are_counted_down(stage: Stage) -> None:
         stage.fleet.asks(pod)
         await stage.step(times=2)
         told.append(stage.calls())
-    assert [[f"announce {SERVE} 2"], [f"announce {SERVE} 1"], [f"withdraw {SERVE}"]] == told
+    assert [[], [], [f"withdraw {SERVE}"]] == told
     assert [] == [event for event in stage.events() if "ScaleUp" in event]
 
 
@@ -137,7 +137,7 @@ async def test_a_new_start_of_the_controller_goes_on(stage: Stage) -> None:
     assert ([], [], []) == (stage.calls(), stage.events(), stage.costs())
     stage.fleet.asks(pods[2], *seeds)
     stage.fleet.forked(pods[1], *seeds)
-    await stage.step()
+    await stage.step(times=2)
     assert [f"withdraw {SERVE}"] == stage.calls()
     assert [f"Pod/{pods[1].name} Forked"] == [event.partition(":")[0] for event in stage.events()]
 
@@ -174,7 +174,7 @@ async def test_what_a_workload_that_is_gone_announced_is_withdrawn(stage: Stage)
     stage.calls()
     stage.controller = stage.another()
     stage.cluster.remove_workload(deployment)
-    await stage.step()
+    await stage.step(times=2)
     assert f"withdraw {SERVE}" in stage.calls()
 
 
@@ -186,7 +186,7 @@ async def test_replicas_that_never_come_are_not_waited_for_any_more(stage: Stage
     stage.calls()
     await stage.step(stage.settings.scaleup_s - 1)
     assert [] == stage.calls()
-    await stage.step()
+    await stage.step(times=2)
     assert [f"withdraw {SERVE}"] == stage.calls()
     stage.cluster.scale(deployment, 4)
     await stage.news()
@@ -297,13 +297,34 @@ async def test_instances_of_a_killed_pod_are_removed_at_once(stage: Stage) -> No
 
 
 async def test_an_instance_that_comes_back_is_left_alone(stage: Stage) -> None:
-    """A Pod that only lost its label is no longer seen, but lives: its next heartbeat registers it again."""
+    """The Pod was deleted by force, its node knows nothing of it: the next heartbeat registers it again.
+
+    Another replica that comes to lead leaves it alone too, while it is heard of.
+    """
     _, pods = await serving(stage, 2)
     stage.cluster.delete(pods[0])
     await stage.step()
     stage.fleet.serves(pods[0])
     await stage.step(times=3)
     assert 1 == stage.calls().count(f"remove {instance_id(pods[0].uid)}")
+    stage.controller.begin()
+    await stage.step(times=3)
+    assert [] == [call for call in stage.calls() if "remove" in call]
+    stage.fleet.has(instance(pods[0].uid, age_s=7.1))
+    await stage.step()
+    assert [f"remove {instance_id(pods[0].uid)}"] == stage.calls()
+
+
+async def test_a_seed_whose_label_was_taken_away_serves_on(stage: Stage) -> None:
+    """To a watch by label its Pod is gone, but nobody deleted it: only once it is silent it is removed."""
+    _, pods = await serving(stage, 2)
+    stage.cluster.vanish(pods[0])
+    await stage.news()
+    await stage.step(times=10)
+    assert [] == [call for call in stage.calls() if "remove" in call]
+    stage.fleet.has(instance(pods[0].uid, age_s=7.1))
+    await stage.step()
+    assert [f"remove {instance_id(pods[0].uid)}"] == [call for call in stage.calls() if "remove" in call]
 
 
 async def test_the_last_seed_goes_last(stage: Stage) -> None:
@@ -332,7 +353,7 @@ async def test_a_rolling_update(stage: Stage) -> None:
         (new,) = stage.cluster.create(deployment, template="77777")
         await stage.step()
         stage.fleet.asks(new, pod)
-        await stage.step()
+        await stage.step(6)
         stage.fleet.forked(new, pod)
         stage.cluster.ready(new)
         stage.cluster.change(pod, deleting=True)
@@ -344,6 +365,131 @@ async def test_a_rolling_update(stage: Stage) -> None:
         [f"announce {SERVE} 1", f"withdraw {SERVE}", f"remove {instance_id(pod.uid)}"] for pod in old
     ] == told
     assert {HASH} == {pod.labels["pod-template-hash"] for pod in old}
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["they fork", "the planner never hears of them"])
+async def test_a_rolling_update_of_a_hundred(stage: Stage, known: bool) -> None:
+    """25 at a time, one of them ready each 4 s: few announcements, and nothing that people are told."""
+    deployment, old = await serving(stage, 100)
+    coming = stage.cluster.create(deployment, 25, template="77777")
+    await stage.step(times=2)
+    for pod in old:
+        new = coming.pop(0)
+        if known:
+            stage.fleet.asks(new, old[-1])
+            stage.fleet.forked(new, old[-1])
+        stage.cluster.ready(new)
+        await stage.step()
+        stage.cluster.delete(pod)
+        if pod.uid < old[75].uid:
+            coming += stage.cluster.create(deployment, template="77777")
+        await stage.news()
+        await stage.step()
+    await stage.step(times=5)
+    calls = [call for call in stage.calls() if "remove" not in call]
+    assert 1 == sum("withdraw" in call for call in calls)
+    assert len(calls) <= 40
+    assert (f"announce {SERVE} 25", f"withdraw {SERVE}") == (calls[0], calls[-1])
+    assert [] == [event for event in stage.events() if "ScaleUp" in event]
+
+
+async def test_pods_of_a_job_are_told_of(stage: Stage) -> None:
+    """It is not watched: its Pods are what it is; one that comes in another's place is no news."""
+    await serving(stage)
+    job = ObjectRef("Job", "batch/v1", "default", "batch", "the-job")
+    first, *_ = stage.cluster.create(None, 3, owner=job)
+    await stage.step()
+    stage.fleet.asks(first)
+    await stage.step(20)
+    stage.cluster.change(first, phase="Failed")
+    stage.cluster.create(None, owner=job)
+    await stage.step(times=5)
+    assert ["announce the-job 3", "announce the-job 3"] == [
+        call for call in stage.calls() if "the-job" in call and "remove" not in call
+    ]
+    assert ["Job/batch ScaleUp: 3 replicas are expected: they fork from 2 seeds"] == stage.events()
+
+
+async def test_a_rolling_update_is_told_by_no_new_leader(stage: Stage) -> None:
+    """It finds the surge announced, and the workload's own replicas as they were."""
+    deployment, _ = await serving(stage, 4)
+    stage.cluster.create(deployment, 2, template="77777")
+    await stage.step()
+    stage.controller = stage.another()
+    await stage.step(times=3)
+    assert ([f"announce {SERVE} 2"], []) == (stage.calls(), stage.events())
+
+
+async def test_a_fall_is_told_after_two_looks(stage: Stage) -> None:
+    """One that is over by the next look was none: the planner's lists were fetched at different moments."""
+    deployment, _ = await serving(stage)
+    stage.cluster.scale(deployment, 4)
+    await stage.news()
+    stage.cluster.scale(deployment, 3)
+    await stage.news()
+    stage.cluster.scale(deployment, 4)
+    await stage.step()
+    assert [f"announce {SERVE} 3"] == stage.calls()
+    stage.cluster.scale(deployment, 3)
+    await stage.news()
+    await stage.news()
+    assert [] == stage.calls()
+    await stage.step()
+    assert [f"announce {SERVE} 2"] == stage.calls()
+    assert 1 == len(stage.events())
+
+
+async def test_pods_that_no_node_takes_are_not_waited_for(stage: Stage) -> None:
+    """Those that have a node come without them; once they get one too, they are announced."""
+    deployment, _ = await serving(stage)
+    stage.cluster.scale(deployment, 4)
+    await stage.news()
+    pods = stage.cluster.create(deployment, 3)
+    for pod in pods[1:]:
+        stage.cluster.change(pod, conditions={"PodScheduled": False})
+    await stage.step(times=2)
+    assert [f"announce {SERVE} 3", f"announce {SERVE} 1"] == stage.calls()
+    stage.fleet.asks(pods[0])
+    await stage.step(stage.settings.scaleup_s, times=2)
+    assert [f"withdraw {SERVE}"] == stage.calls()
+    for pod in pods[1:]:
+        stage.cluster.change(
+            pod, node="node-2", conditions={"PodScheduled": True}, scheduled_at=stage.clock.now
+        )
+    await stage.step(times=2)
+    assert [f"announce {SERVE} 2"] == stage.calls()
+    assert 1 == sum("ScaleUp" in event for event in stage.events())
+
+
+@pytest.mark.parametrize("away", [False, True])
+async def test_the_gate_of_a_pod_without_a_probe(stage: Stage, away: bool) -> None:
+    """Its container is ready as soon as it starts, which says nothing: the planner has the word."""
+    deployment, _ = await serving(stage)
+    stage.fleet.away = away
+    (pod,) = stage.cluster.create(deployment, probed=False)
+    stage.cluster.ready(pod)
+    await stage.step(times=20)
+    assert {"False"} == {line.split()[1] for line in stage.conditions()}
+    if away:
+        await stage.step(stage.settings.scaleup_s - 50, times=2)
+    else:
+        stage.fleet.asks(pod)
+        await stage.step(30)
+        stage.fleet.forked(pod, pod)
+        await stage.step()
+    assert ("UnknownToPlanner:" if away else "Forked:") == stage.conditions()[-1].split()[2]
+
+
+async def test_a_node_whose_clock_is_ahead(stage: Stage) -> None:
+    """The grace is counted from when the controller saw the Pod ready; a new one goes on by the kubelet's."""
+    deployment, _ = await serving(stage)
+    (pod,) = stage.cluster.create(deployment)
+    stage.cluster.ready(pod)
+    stage.cluster.change(pod, containers_ready_at=stage.clock.now + 3600)
+    await stage.step(times=4)
+    assert {"False"} == {line.split()[1] for line in stage.conditions()}
+    await stage.step(times=2)
+    assert [f"{pod.name} True UnknownToPlanner"] == [line.partition(":")[0] for line in stage.conditions()]
 
 
 async def test_api_server_refuses_some_pods(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from planner.hooks.kubernetes import names
-from planner.hooks.kubernetes.cluster import Listed, ObjectRef, PodSeen, Put, Removed
+from planner.hooks.kubernetes.cluster import Listed, News, ObjectRef, PodSeen, Put, Removed
 from planner.hooks.kubernetes.controller.owners import Owners, pods_of_replica
 from planner.hooks.kubernetes.controller.scene import Look, all_ranks, pod_uid, scene, size
-from planner.hooks.kubernetes.controller.world import GONE_S, Kept
+from planner.hooks.kubernetes.controller.world import GONE_S, Kept, KeptPods
 from rfork.wire import Rank
 from tests.unit.hooks.kubernetes.fake_cluster import pod, uid, workload
 from tests.unit.hooks.kubernetes.fake_fleet import fork, instance
@@ -103,6 +103,40 @@ def test_pods_of_a_replica(told: str | None, expected: int) -> None:
     """What is no number of Pods counts as one."""
     annotations = {names.REPLICA_PODS: told} if told is not None else {}
     assert expected == pods_of_replica(workload(1, template_annotations=annotations))
+
+
+@pytest.mark.parametrize(
+    ("said", "saw", "expected"),
+    [
+        pytest.param(None, None, None, id="not ready"),
+        pytest.param(990.0, 992.0, 10.0, id="clocks are alike"),
+        pytest.param(990.0, None, 10.0, id="a controller that was started anew"),
+        pytest.param(4600.0, 992.0, 8.0, id="the node is an hour ahead"),
+        pytest.param(4600.0, None, 0.0, id="ahead, and not seen before"),
+        pytest.param(-2600.0, 992.0, 900.0, id="the node is an hour behind"),
+        pytest.param(990.0, 1001.0, 10.0, id="the controller's clock was set back"),
+    ],
+)
+def test_how_long_containers_are_ready(said: float | None, saw: float | None, expected: float | None) -> None:
+    """By the node's clock or by the controller's, whichever is longer; never less than nothing."""
+    one = pod(5, containers_ready_at=said)
+    seen = scene(1000.0, {one.uid: one}, ready={one.uid: saw} if saw is not None else {})
+    assert expected == seen.ready_s(one)
+
+
+def test_since_when_containers_are_ready_is_kept() -> None:
+    """From the first time that they were seen so; anew where they were not, as far as the kubelet says."""
+    kept, found = KeptPods(), list[dict[str, float]]()
+    ready, again = pod(5, containers_ready_at=50.0), pod(5, containers_ready_at=60.0)
+    told: list[News[PodSeen]] = [
+        Listed((pod(5),)), Put(ready), Put(ready), Listed((ready,)), Put(again), Put(pod(5)), Put(again),
+        Removed(again), Put(again), Listed(()),
+    ]  # fmt: skip
+    for now, news in enumerate(told):
+        kept.hear(news, float(now))
+        found.append(dict(kept.ready))
+    one = uid(5)
+    assert [{}, *[{one: 1.0}] * 3, {one: 4.0}, {}, {one: 6.0}, {}, {one: 8.0}, {}] == found
 
 
 def test_what_a_watch_says_is_kept() -> None:

@@ -12,7 +12,8 @@ what the process had read from block devices by then. "cold": all files that it 
 were dropped from the page cache right before.
 
 "rfork from a seed, http" is as between two hosts, over loopback; "of this host" leaves the choice to rfork,
-which maps the seed's memory. The seed is the same engine, idle, with `--load-format rfork`.
+which maps the seed's memory. The seed is the same engine, idle, with `--load-format rfork`. SIGTERM ends the
+run early, with what was measured by then.
 "remote_instance" is SGLang's own R-Fork over Mooncake's TCP. Who could not run is named below the table.
 
 `engine_fork_vs_disk_cold` is the worse engine's time to weights, from a seed over http, over its default
@@ -52,11 +53,14 @@ def main() -> None:
         size = make(crew.folder / "model", quick=options.quick)
         without_weights(crew.folder / "model", crew.folder / "bare" / "model")
         limits = [socket_seconds(size) for _ in range(options.rounds)]
-        for engine in ("vllm", "sglang"):
-            if python_of(engine) is None:
-                failed[engine] = "not installed: make test-engines"
-                continue
-            _measure(crew, engine, options.rounds, runs, failed)
+        try:
+            for engine in ("vllm", "sglang"):
+                if python_of(engine) is None:
+                    failed[engine] = "not installed: make test-engines"
+                    continue
+                _measure(crew, engine, options.rounds, runs, failed)
+        except SystemExit:  # told to end: what was measured by then is told, with its number of runs
+            failed["the rest"] = "ended before it was done"
     harness.publish(
         options,
         settings={"image_bytes": size, **{f"not run: {key}": why for key, why in failed.items()}},

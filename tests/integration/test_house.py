@@ -10,10 +10,13 @@ import pytest
 
 IMPORT_ALL = """
 import importlib, json, pkgutil, sys
+# Whoever imports these has their extra, or gRPC.
+GUESTS = ("planner.store.keyspace", "planner.hooks.kubernetes.", "planner.hooks.keda.")
 for name in sys.argv[2:]:
     package = importlib.import_module(name)
     for module in pkgutil.walk_packages(getattr(package, "__path__", ()), f"{name}."):
-        if not module.name.endswith(".__main__") and module.name != "planner.store.keyspace":
+        guest = module.name.startswith(GUESTS) and name == "planner"
+        if not module.name.endswith(".__main__") and not guest:
             importlib.import_module(module.name)
 print(json.dumps(sorted(set(json.loads(sys.argv[1])) & set(sys.modules))))
 """
@@ -35,8 +38,14 @@ def imported_with(packages: list[str], watched: list[str]) -> list[str]:
 
 
 def test_planner_runs_without_torch() -> None:
-    """No module of the planner brings torch or an extra, but the one that speaks to Redis."""
-    assert [] == imported_with(["planner"], ["torch", "grpc", *OPTIONAL])
+    """No module of the planner brings torch or an extra, but those that speak to Redis, a cluster, KEDA."""
+    assert [] == imported_with(["planner"], ["torch", "grpc", "lightkube", *OPTIONAL])
+
+
+def test_hooks_run_without_torch() -> None:
+    """Those bring no torch either: the image of planner and hooks has none."""
+    hooks = ["planner.hooks.kubernetes", "planner.hooks.keda"]
+    assert [] == imported_with(hooks, ["torch", "jsonpatch", *OPTIONAL])
 
 
 @pytest.mark.parametrize("room", ["image", "transport", "storage", "control", "peer", "seed", "fork"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from hypothesis import strategies as st
@@ -156,7 +157,8 @@ def labelled_pods(draw: st.DrawFn) -> Document:
 @st.composite
 def damaged_pods(draw: st.DrawFn) -> object:
     """A Pod in which something, anywhere, is replaced by any JSON."""
-    document: Any = draw(labelled_pods())
+    # A copy: what `st.just` gives is one object for all examples, and what follows writes into it.
+    document: Any = copy.deepcopy(draw(labelled_pods()))
     at: Any = document
     while True:
         keys = list(at) if isinstance(at, dict) else list(range(len(at)))

@@ -76,6 +76,9 @@ ChunkRange = Annotated[
 Chunks = Annotated[tuple[ChunkRange, ...], Field(max_length=MOST_RANGES)]
 Transports = Annotated[tuple[Label, ...], Field(max_length=16)]
 SourceBytes = Annotated[dict[SourceName, Bytes], Field(max_length=MOST_SOURCES), AfterValidator(_few_letters)]
+Phases = Annotated[dict[Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")], Seconds], Field(max_length=16)]
+"""Seconds by phase, in the order in which they began."""
+SourceTransports = Annotated[dict[SourceName, Label], Field(max_length=64)]
 Reasons = Annotated[tuple[Told, ...], BeforeValidator(_last_told)]
 InstanceState = Literal["loading", "serving", "draining"]
 ForkState = Literal["planning", "running", "finished", "failed"]

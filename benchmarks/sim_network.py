@@ -54,7 +54,6 @@ class Network(Generic[Tag]):
 
     def __init__(self, arrived: Callable[[Sequence[Flow[Tag]]], None], *, latency: float = 0.0) -> None:
         self.now = 0.0
-        self.flows_ended = 0
         self._arrived = arrived
         self._latency = latency
         self._heap: list[tuple[float, int, Flow[Tag] | Callable[[], None]]] = []
@@ -104,7 +103,6 @@ class Network(Generic[Tag]):
                 flow.serial = -1
                 self._part(flow, flow.size)
             if ended:
-                self.flows_ended += len(ended)
                 self._arrived(ended)
             for call in calls:
                 call()

@@ -90,14 +90,12 @@ class Outcome:
     """The most that any host sent over the network."""
     max_ingress: float
     """The most that any host read over the network: 1.0 where each byte came once."""
-    seed_egress: float
     plans: int
     """Answers given by the planner."""
     plan_seconds: float
     """Wall time of making them: the policy and its index."""
     watch_seconds: float
     """Wall time of looking for stragglers, once a heartbeat."""
-    chunks_sent: int
 
 
 class Stuck(RforkError):
@@ -144,11 +142,9 @@ class Run:
             late=max((done[node] - node.arrived_at for node in targets if node in self._late), default=None),
             max_egress=max(node.egress.carried for node in everybody),
             max_ingress=max(node.ingress.carried for node in everybody),
-            seed_egress=max(node.egress.carried for node in everybody[: self.scenario.seeds]),
             plans=self._plans,
             plan_seconds=self._planner.plan_seconds,
             watch_seconds=self._planner.watch_seconds,
-            chunks_sent=self._network.flows_ended,
         )
 
     # -- who takes part -----------------------------------------------------------------------------

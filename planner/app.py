@@ -17,6 +17,7 @@ from planner.api.forks import forks_router
 from planner.api.health import health_router
 from planner.api.instances import instances_router
 from planner.api.models import models_router
+from planner.api.previews import previews_router
 from planner.api.scaleups import scaleups_router
 from planner.auth import OPEN_PATHS, SECURITY_SCHEME, Auth, role_needed
 from planner.compat.ascend import ascend_router
@@ -28,8 +29,14 @@ from planner.middleware import BodyLimit, Guard, RequestLog
 from planner.registry import SWEEP_S, Registry
 from planner.store.base import Store, StoreUnavailable
 from planner.store.memory import MemoryStore
+from planner.traced import TracedRequests
+from planner.ui.feed import Feed
+from planner.ui.files import page_routes
+from planner.ui.stream import feed_router
 from rfork.logs import logger
 from rfork.settings import PlannerSettings
+from rfork.tracing import PLANNER, Tracer
+from rfork.tracing import tracer as process_tracer
 from rfork.wire import Problem
 
 DESCRIPTION: Final = """
@@ -46,7 +53,7 @@ Times are in seconds, sizes in bytes, chunk ranges half-open. Errors are RFC 945
 class PlannerApp(FastAPI):
     """Adds to the OpenAPI document what routes alone do not tell: the problem's schema and the token."""
 
-    def __init__(self, registry: Registry, metrics: Metrics, *, guarded: bool) -> None:
+    def __init__(self, registry: Registry, metrics: Metrics, *, guarded: bool, heartbeat_s: float) -> None:
         super().__init__(
             title="rfork planner",
             version=rfork.__version__,
@@ -54,6 +61,7 @@ class PlannerApp(FastAPI):
             lifespan=lambda _: living(registry),
         )
         self.events = Events(registry.state)
+        self.feed = Feed(registry, heartbeat_s=heartbeat_s)
         self.metrics = metrics
         self._guarded = guarded
         self._document: dict[str, Any] | None = None
@@ -121,16 +129,23 @@ async def _sweep(registry: Registry) -> None:
 
 
 def create_app(
-    settings: PlannerSettings, clock: Clock | None = None, store: Store | None = None
+    settings: PlannerSettings,
+    clock: Clock | None = None,
+    store: Store | None = None,
+    tracer: Tracer | None = None,
 ) -> PlannerApp:
-    """Build the application; `clock` and `store` default to this machine's clocks and memory."""
-    metrics, clock = Metrics(), clock or Clock()
-    registry = Registry(settings, store or make_store(settings, clock), clock, metrics)
+    """Build the application; `clock`, `store` and `tracer` default to this machine's clocks, memory, and what
+    the settings of tracing say.
+    """
+    metrics, clock, tracer = Metrics(), clock or Clock(), tracer or process_tracer(PLANNER)
+    registry = Registry(settings, store or make_store(settings, clock), clock, metrics, tracer)
     auth = Auth(settings, clock.monotonic)
-    app = PlannerApp(registry, metrics, guarded=auth.guarded)
+    app = PlannerApp(registry, metrics, guarded=auth.guarded, heartbeat_s=settings.heartbeat_s)
     problems.install(app, metrics.store_unavailable)
     # The one added last is met first: the log sees every request, the limit only those let in.
     app.add_middleware(BodyLimit, limit=settings.max_body, refused=metrics.refused)
+    if tracer.on:
+        app.add_middleware(TracedRequests, tracer=tracer)
     rate = RateLimit(settings.rate_limit, clock.monotonic) if settings.rate_limit else None
     if auth.guarded or rate is not None:
         app.add_middleware(Guard, auth=auth, rate=rate, refused=metrics.refused)
@@ -140,9 +155,12 @@ def create_app(
         forks_router(registry),
         models_router(registry),
         scaleups_router(registry),
+        previews_router(registry),
         events_router(registry, app.events),
         health_router(registry, metrics),
         ascend_router(registry),
+        feed_router(app.feed),
     ):
         app.include_router(router)
+    app.router.routes.extend(page_routes())
     return app

@@ -30,8 +30,10 @@ ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 CALLER: Final = "rfork_caller"
 """Where in a request's scope its caller stands."""
-OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
-"""Asked by whoever runs the container: no token, no limit."""
+OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/", "/ui", "/ui/"})
+"""Asked by whoever runs the container, or opens the page: no token, no limit."""
+OPEN_FOLDERS: Final = ("/ui/page/", "/ui/vendor/")
+"""Files of the page, which are the same everywhere. What it shows of the fleet takes a reader's token."""
 ROUTES: Final[tuple[tuple[str, str, Role], ...]] = (
     # An instance's own life.
     ("PUT", "/v1/instances/{instance_id}", "instance"),
@@ -56,6 +58,8 @@ ROUTES: Final[tuple[tuple[str, str, Role], ...]] = (
     ("GET", "/v1/models/{below:path}", "reader"),
     ("GET", "/v1/scaleups", "reader"),
     ("GET", "/v1/scaleups/{below:path}", "reader"),
+    ("POST", "/v1/previews", "reader"),  # it changes nothing
+    ("GET", "/ui/feed", "reader"),
     ("GET", "/metrics", "reader"),
     ("GET", "/openapi.json", "reader"),
     ("GET", "/docs", "reader"),
@@ -70,8 +74,9 @@ SECURITY_SCHEME: Final[Mapping[str, str]] = {
     "type": "http",
     "scheme": "bearer",
     "description": (
-        "A token has a role. A reader may GET lists, events, metrics and this page; an instance may also"
-        " register, send heartbeats, fork, drain and remove itself; an operator may do everything."
+        "A token has a role. A reader may GET lists, events, metrics and this page, and ask for previews; an"
+        " instance may also register, send heartbeats, fork, drain and remove itself; an operator may do"
+        " everything."
     ),
 }
 """What the OpenAPI document says of the token."""
@@ -87,6 +92,11 @@ _PATTERNS: Final[Mapping[str, tuple[tuple[re.Pattern[str], Role], ...]]] = {
     method: tuple((compile_path(path)[0], role) for each, path, role in ROUTES if each == method)
     for method in {method for method, _, _ in ROUTES}
 }
+
+
+def is_open(path: str) -> bool:
+    """Whether everybody may have it."""
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
 
 
 def role_needed(method: str, path: str) -> Role | None:
@@ -152,7 +162,7 @@ class Auth:
         self, method: str, path: str, authorization: bytes | None, caller: Caller | None
     ) -> ProblemError | None:
         """As `check`, for a caller that is found out already."""
-        if not self.guarded or path in OPEN_PATHS:
+        if not self.guarded or is_open(path):
             return None
         if caller is None:
             why = "the bearer token is wrong" if authorization else "this planner wants a bearer token"

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from planner.planning import Asked
+from planner.asking import Asked
 from planner.problems import ProblemError
 from planner.scaleups import ScaleUps
 from planner.store.base import StoreUnavailable
@@ -92,6 +92,14 @@ class Batches:
         batch.asked[asked.target.report.instance_id] = asked
         # Shielded: a caller that hangs up must not end the others' plan.
         return _own(asked, await asyncio.shield(batch.task))
+
+    def leave(self, fork_id: str) -> None:
+        """Plan nothing for a fork that ended while it waited: others would stand behind it in vain."""
+        for batch in (*self._open.values(), *self._gathered.values()):
+            for instance_id, asked in batch.asked.items():
+                if asked.fork_id == fork_id:
+                    del batch.asked[instance_id]
+                    return
 
     def _waits_s(self, asked: Asked) -> tuple[float, float]:
         """How long the batch that this request opens waits: if it stays alone, and then for others."""

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from planner.durations import Durations
 from planner.fleet import SLOW, Demand, Group, Holders, Share, Source
 from planner.policy.ways import only_on_kernels, only_one_host, takes_one_host
 from planner.shelf import Bucket, Content, Shelf, scopes_of
@@ -52,6 +53,9 @@ class LiveGroup:
         self.storage_bytes = 0
         """What the forks that ended read from storage, and from one another."""
         self.forked_bytes = 0
+        self.durations = Durations()
+        self.seeded = False
+        """Whether somebody held the weights whole, at any time."""
         self.alone = False
         """Whether a loader was run here for all, and its instance gave nothing."""
 
@@ -78,6 +82,7 @@ class LiveGroup:
             self._miss(instance_id, missing)
         self._put_up(instance_id)
         self.alone = self.alone and not source.complete
+        self.seeded = self.seeded or source.complete
         fork = self._forks.get(instance_id)
         if fork is not None and not missing and old is not None and old.slow != source.slow:
             self._seat(fork)
@@ -127,14 +132,19 @@ class LiveGroup:
 
     def _learn(self, fork: ForkRecord, finish: ForkFinish) -> None:
         """What the end of a fork tells about those to come."""
+        self.count(fork, finish)
+        ran_loader = any(read.kind == "loader" for read in fork.storage)
+        if ran_loader and not fork.lost and finish.outcome != "forked":
+            self.alone = True
+
+    def count(self, fork: ForkRecord, finish: ForkFinish) -> None:
+        """A fork ended: what it read counts, and how long it took."""
+        self.durations.learn(fork, finish)
         for name, nbytes in finish.sources.items():
             if source_kind(name) == "peer":
                 self.forked_bytes += nbytes
             else:
                 self.storage_bytes += nbytes
-        ran_loader = any(read.kind == "loader" for read in fork.storage)
-        if ran_loader and not fork.lost and finish.outcome != "forked":
-            self.alone = True
 
     # -- what the policy sees -----------------------------------------------------------------------
 
@@ -166,6 +176,13 @@ class LiveGroup:
     def holders_of(self, layout_id: str) -> dict[Content, Holders]:
         """Who holds what of a layout."""
         return self._holders.get(layout_id, {})
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether nobody is left to read these weights from, though somebody was and members are."""
+        return self.seeded and not any(
+            holders.seeds for held in self._holders.values() for holders in held.values()
+        )
 
     def _candidates(self, layout_id: str, demands: Sequence[Demand]) -> Iterator[str]:
         """Members of a layout: who reads storage, and the best of each neighbourhood of the targets."""

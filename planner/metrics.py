@@ -17,22 +17,27 @@ from prometheus_client import (
     generate_latest,
 )
 
+from planner.durations import Origin, origin_of
 from planner.store.records import ForkRecord, InstanceRecord
 from rfork import errors
 from rfork.fields import ON_KERNELS, InstanceState, Outcome, SourceKind, StorageKind
 from rfork.settings import TransportName
 from rfork.wire import ForkFinish, SourceFault, source_kind
 
-ERROR_KINDS: Final = frozenset(
-    name
+FAULT_OF: Final = {
+    name: kind.fault
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, errors.RforkError)
-)
+}
+"""Whose fault each error of ours is."""
+ERROR_KINDS: Final = frozenset(FAULT_OF)
 REFUSALS: Final = (
     "unauthorized", "forbidden", "too-many-requests", "body-too-large", "request-timeout", "other",
 )  # fmt: skip
 """Problems (the last part of their type) that whoever guards the routes answers with."""
 PLAN_SECONDS: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+FORK_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
+PHASES: Final = ("capture", "offer", "plan", "transfer", "resume", "fallback", "digest", "other")
 TOGETHER: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 EFFICIENCY: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
 TRANSPORTS: Final = (*get_args(TransportName), "other")
@@ -51,6 +56,9 @@ class Metrics:
         self._live = self._gauge("live_forks", "Forks under way: with a plan, or without one", "state")
         self._leases = self._gauge("active_leases", "Routes of the forks under way")
         self._readers = self._gauge("storage_readers", "Forks under way elected to read storage", "kind")
+        self._orphaned = self._gauge(
+            "orphaned_groups", "Ranks of models with instances, but no seed any more, though there was one"
+        )
         self._forks = self._counter("forks", "Forks that ended", "outcome")
         self._fallbacks = self._counter(
             "fallbacks", "Forks that loaded otherwise: what, and the last error before", "fallback", "reason"
@@ -84,6 +92,24 @@ class Metrics:
         self._together = Histogram(
             "rfork_planner_plan_forks", "Forks planned together", buckets=TOGETHER, registry=self.registry
         )
+        self._seconds = Histogram(
+            "rfork_planner_fork_seconds",
+            "Time of forks that ended, waits included, by outcome and where what they read came from",
+            ("outcome", "origin"),
+            buckets=FORK_SECONDS,
+            registry=self.registry,
+        )
+        self._phases = Histogram(
+            "rfork_planner_fork_phase_seconds",
+            "Time of forks that ended, by phase",
+            ("phase",),
+            buckets=FORK_SECONDS,
+            registry=self.registry,
+        )
+        self._saved = self._counter(
+            "saved_seconds", "Time by which forks from one another were quicker than storage"
+        )
+        self._lost = self._counter("lost_seconds", "Time by which forks from one another were slower")
         self._efficiency = Histogram(
             "rfork_planner_fork_efficiency",
             "Image bytes over the seconds of the transfer, against the fastest second's rate",
@@ -119,9 +145,14 @@ class Metrics:
         """A source went into quarantine."""
         self._quarantines.inc()
 
-    def ended(self, finish: ForkFinish) -> None:
-        """A fork ended."""
+    def ended(self, finish: ForkFinish, saved_s: float | None = None) -> None:
+        """A fork ended; `saved_s`: it took so much less than storage would have, if that is known."""
         self._forks.labels(finish.outcome).inc()
+        self._seconds.labels(finish.outcome, origin_of(finish)).observe(finish.seconds)
+        for phase, seconds in finish.phases.items():
+            self._phases.labels(phase if phase in PHASES else "other").observe(seconds)
+        if saved_s is not None:
+            (self._saved if saved_s >= 0 else self._lost).inc(abs(saved_s))
         for source, verified_bytes in finish.sources.items():
             self._bytes.labels(source_kind(source)).inc(min(max(verified_bytes, 0), MOST_BYTES))
         if finish.outcome == "fallback":
@@ -142,8 +173,13 @@ class Metrics:
         """The store did not take a change."""
         self._unavailable.inc()
 
-    def exposition(self, instances: Iterable[InstanceRecord], live: Iterable[ForkRecord]) -> bytes:
-        """All metrics in Prometheus' text format; the gauges are counted now, in one pass over each."""
+    def exposition(
+        self, instances: Iterable[InstanceRecord], live: Iterable[ForkRecord], orphaned: int = 0
+    ) -> bytes:
+        """All metrics in Prometheus' text format; the gauges are counted now, in one pass over each.
+
+        `orphaned`: groups that have members, and nobody to read from any more.
+        """
         # Not by `record.source`, which a heartbeat since the last plan has to build first.
         states = Tally("draining" if record.drained else record.report.state for record in instances)
         forks: Tally[str] = Tally()
@@ -161,6 +197,7 @@ class Metrics:
         for kind in get_args(StorageKind):
             self._readers.labels(kind).set(readers[kind])
         self._leases.set(leases)
+        self._orphaned.set(orphaned)
         scaleups, expected = self._scaling()
         self._scaleups.set(scaleups)
         self._expected.set(expected)
@@ -170,8 +207,14 @@ class Metrics:
         """What has not happened yet is 0 rather than missing, so that the first time shows as a rise."""
         for outcome in get_args(Outcome):
             self._forks.labels(outcome)
+            for origin in get_args(Origin):
+                self._seconds.labels(outcome, origin)
+        for phase in PHASES:
+            self._phases.labels(phase)
         for kind in get_args(SourceKind):
             self._bytes.labels(kind)
+        for name in sorted(ERROR_KINDS):
+            self._faults.labels(FAULT_OF[name], name)
         for reason in REFUSALS:
             self._refused.labels(reason)
         for transport in TRANSPORTS:

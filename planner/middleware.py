@@ -19,7 +19,7 @@ from urllib.parse import quote
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from planner.auth import CALLER, OPEN_PATHS, Auth
+from planner.auth import CALLER, Auth, is_open
 from planner.limits import RateLimit
 from planner.problems import ProblemError, problem_response
 from rfork.logs import logger
@@ -87,7 +87,7 @@ class RequestLog:
 
 
 class Guard:
-    """The door: who asks, whether it asks too often, whether it may; the health checks are open to all."""
+    """The door: who asks, whether it asks too often, whether it may; health checks and page are open."""
 
     def __init__(self, app: ASGIApp, auth: Auth, rate: RateLimit | None, refused: Refused) -> None:
         """`rate` None: as often as one likes."""
@@ -98,7 +98,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
         problem = self._refusal(scope)

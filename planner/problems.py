@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
 from planner.store.base import StoreUnavailable
+from rfork.fields import ChunkRange
 from rfork.logs import logger
 from rfork.wire import Problem
 
@@ -75,6 +76,21 @@ def invalid(field: str, message: str) -> ProblemError:
     return ProblemError(
         422, "invalid-request", f"{field}: {message}", errors=[{"field": field, "message": message}]
     )
+
+
+def check_ranges(field: str, ranges: tuple[ChunkRange, ...], chunk_count: int) -> None:
+    """Raises ProblemError `invalid-request` for ranges that no image of so many chunks has."""
+    for begin, end in ranges:
+        if not 0 <= begin < end <= chunk_count:
+            raise invalid(field, f"({begin}, {end}) is no range of chunks in an image of {chunk_count}")
+
+
+def busy() -> ProblemError:
+    """Other replicas changed a group at each attempt."""
+    return ProblemError(
+        503, "busy", "other planners changed this group at each attempt: ask again",
+        headers={"Retry-After": "1"},
+    )  # fmt: skip
 
 
 def install(app: FastAPI, store_unavailable: Callable[[], None]) -> None:

@@ -10,19 +10,24 @@ from dataclasses import replace
 from typing import Final
 
 from planner import policy
+from planner.answering import Answering
+from planner.asking import Asked, Asking, finish_of
 from planner.batches import Batches, Gathering
+from planner.held import held_rates
 from planner.leases import Clock, LeaseMint
 from planner.metrics import Metrics
-from planner.planning import ATTEMPTS, Asked, Planning, busy, check_ranges, finish_of
+from planner.planning import ATTEMPTS, Planning
 from planner.policy.ways import takes_one_host
-from planner.problems import ProblemError
+from planner.problems import ProblemError, busy, check_ranges
 from planner.scaleups import ScaleUps
 from planner.state import State
 from planner.store.base import Change, Conflict, Store, StoreUnavailable
 from planner.store.records import ForkRecord, InstanceRecord
+from planner.traced import TracedPlans
 from rfork.fields import Outcome
 from rfork.logs import logger
 from rfork.settings import PlannerSettings
+from rfork.tracing import OFF, Tracer
 from rfork.wire import (
     ForkFinish,
     ForkProgress,
@@ -42,18 +47,28 @@ FEW: Final = 3
 class Registry:
     """Registers instances, plans forks and follows them to their end."""
 
-    def __init__(self, settings: PlannerSettings, store: Store, clock: Clock, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        settings: PlannerSettings,
+        store: Store,
+        clock: Clock,
+        metrics: Metrics,
+        tracer: Tracer = OFF,
+    ) -> None:
         self.store = store
         self._settings = settings
         self._metrics = metrics
         self._mint = LeaseMint(
             tuple(key.get_secret_value() for key in settings.secret), ttl_s=settings.lease_ttl_s, clock=clock
         )
-        self._planning = Planning(settings, store, self._mint, metrics)
+        self._asking = Asking(settings, store, metrics)
+        self._answering = Answering(store, self._mint)
         self.scaleups = ScaleUps(store)
         metrics.follow(self.scaleups.count)
         gathering = Gathering(self.scaleups, settings.gather_s, self._arrive, metrics.gathered)
-        self._batches = Batches(settings.batch_s, self._planning.plan, clock.monotonic, gathering)
+        planning = Planning(store, self._asking, self._answering, metrics, settings.heartbeat_s)
+        self._plans = TracedPlans(planning.plan, lambda group: len(self.state.group(group).sources), tracer)
+        self._batches = Batches(settings.batch_s, self._plans, clock.monotonic, gathering)
         self._next_sweep = 0.0
         self._settled_at: float | None = None
         """When every instance that there is has been heard of, if the planner knew none at its start."""
@@ -73,10 +88,10 @@ class Registry:
     async def report(self, report: InstanceReport) -> InstanceAck:
         """Register an instance or take its heartbeat."""
         await self.sweep()
-        record, old = self._planning.heard(report), self.state.instance(report.instance_id)
+        record, old = self._asking.heard(report), self.state.instance(report.instance_id)
         await self.store.commit(Change(instances=(record,)))
         if old is None or old.report.state != report.state:
-            self._planning.log_new(report)
+            self._asking.log_new(report)
         return InstanceAck(
             heartbeat_s=self._settings.heartbeat_s, lease_keys=self._mint.keys_of(report.instance_id)
         )
@@ -165,14 +180,14 @@ class Registry:
     async def ask(self, request: ForkRequest) -> Plan:
         """Plan a fork, or plan it again around the sources that failed it."""
         await self.sweep()
-        asked = await self._planning.asked(request)
-        return await self._batches.add(asked)
+        asked = await self._asking.asked(request)
+        return await self._plans.waiting(asked, self._batches.add)
 
     async def _arrive(self, asked: Asked) -> None:
         """One of those that a scale-up expects came: every replica of the planner is to know it at once."""
         await self.store.commit(Change(instances=(asked.target,)))
         if not asked.known:
-            self._planning.log_new(asked.request.instance)
+            self._asking.log_new(asked.request.instance)
 
     async def progress(self, fork_id: str, progress: ForkProgress) -> ProgressAck:
         """Take a fork's progress, which is a sign of life of its instance too, and renew its leases."""
@@ -184,7 +199,8 @@ class Registry:
             raise ProblemError(409, "fork-ended", f"fork {fork_id} has ended")
         check_ranges("verified", progress.verified, fork.chunk_count)
         now = self.now()
-        fork = replace(fork, progress=progress, seen_at=now)
+        held = held_rates(fork, self.state.instance)
+        fork = replace(fork, progress=progress, held=held, seen_at=now)
         target = self.state.instance(fork.instance_id)
         instances: tuple[InstanceRecord, ...] = ()
         if target is not None:
@@ -198,11 +214,13 @@ class Registry:
         except StoreUnavailable as error:
             # A store that is away must not end forks under way: their leases live on.
             self._log.warning("progress not stored", fork_id=fork_id, reason=str(error))
-        return self._planning.renewed(fork)
+        return self._answering.renewed(fork)
 
     async def finish(self, fork_id: str, finish: ForkFinish) -> None:
         """End a fork; one that is not known, or has ended, holds no lease to release."""
         fork = self.state.fork(fork_id)
+        if fork is None:
+            self._batches.leave(fork_id)
         if fork is None or not (fork.live or fork.lost):
             return
         instances: tuple[InstanceRecord, ...] = ()
@@ -282,10 +300,10 @@ class Registry:
         return self._ended(replace(fork, lost=True), finish_of(fork, outcome, reason, self.now()))
 
     def _ended(self, fork: ForkRecord, finish: ForkFinish) -> ForkRecord:
-        self._metrics.ended(finish)
+        self._metrics.ended(finish, self.state.group(fork.group).durations.saved(fork, finish))
         self._log.info(
             "fork ended", fork_id=fork.fork_id, instance_id=fork.instance_id, outcome=finish.outcome,
             seconds=finish.seconds, bytes_read=finish.bytes_read, sources=finish.sources,
             reasons=finish.reasons,
         )  # fmt: skip
-        return replace(fork, finish=finish)
+        return replace(fork, finish=finish, held=held_rates(fork, self.state.instance))

@@ -137,6 +137,7 @@ def _server(
 
     def stopping() -> None:
         app.events.close()
+        app.feed.close()
         if hooks is not None:
             hooks.stop()
 

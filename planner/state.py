@@ -92,6 +92,10 @@ class State:
 
     def loaded(self) -> None:
         """All that the store holds was put, after `clear`."""
+        for fork in map(self._forks.__getitem__, self._ended):
+            # They were put before there was any group.
+            if fork.finish is not None and (group := self._groups.get(fork.group)) is not None:
+                group.count(fork, fork.finish)
         for watcher in self._watchers:
             watcher.loaded()
 

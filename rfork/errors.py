@@ -174,7 +174,11 @@ class NetworkError(RforkError):
 
 
 class PlannerUnreachable(NetworkError):
-    """The planner did not answer."""
+    """The planner did not answer. `silent`: not in time, though it took the request: it may go on with it."""
+
+    def __init__(self, message: str, *, hint: str = "", silent: bool = False) -> None:
+        super().__init__(message, hint=hint)
+        self.silent = silent
 
 
 class PlannerRefused(NetworkError):

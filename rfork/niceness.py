@@ -5,13 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 from rfork.logs import logger
-
-Made = TypeVar("Made")
 
 log = logger(__name__)
 
@@ -31,9 +26,3 @@ def stand_back(nice: int) -> None:
             os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + nice))
         except OSError as error:
             log.debug("a thread cannot stand back", because=str(error))
-
-
-def made_standing_back(nice: int, make: Callable[[], Made]) -> Made:
-    """What `make` returns or raises; all threads that it starts stand back, the calling one does not."""
-    with ThreadPoolExecutor(1, "rfork-make", initializer=stand_back, initargs=(nice,)) as maker:
-        return maker.submit(make).result()

@@ -17,7 +17,8 @@ run early, with what was measured by then.
 "remote_instance" is SGLang's own R-Fork over Mooncake's TCP. Who could not run is named below the table.
 
 `engine_fork_vs_disk_cold` is the worse engine's time to weights, from a seed over http, over its default
-loader's with a cold cache. "limit" is what as many bytes take over one loopback socket.
+loader's with a cold cache; `…_same_host` is that of forks that map the seed's memory. "limit" is what as many
+bytes take over one loopback socket, and what it takes to write as much new memory, which every loader does.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from pathlib import Path
 from benchmarks import harness
 from benchmarks.engines.cases import CASES, Case, EngineName, Run
 from benchmarks.engines.crew import Crew, DidNotRun, python_of
-from benchmarks.engines.limit import socket_seconds
+from benchmarks.engines.limit import memory_seconds, socket_seconds
 from benchmarks.engines.model import make, without_weights
-from benchmarks.engines.table import figures, row, socket_row
+from benchmarks.engines.table import figures, limit_row, row
 from rfork.errors import RforkError
 
 Runs = dict[Case, list[Run]]
@@ -52,7 +53,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rfork-engines-") as name, Crew(Path(name)) as crew:
         size = make(crew.folder / "model", quick=options.quick)
         without_weights(crew.folder / "model", crew.folder / "bare" / "model")
-        limits = [socket_seconds(size) for _ in range(options.rounds)]
+        limits = [(socket_seconds(size), memory_seconds(size)) for _ in range(options.rounds)]
         try:
             for engine in ("vllm", "sglang"):
                 if python_of(engine) is None:
@@ -64,7 +65,11 @@ def main() -> None:
     harness.publish(
         options,
         settings={"image_bytes": size, **{f"not run: {key}": why for key, why in failed.items()}},
-        rows=[socket_row(limits, size), *(row(case, made, size) for case, made in runs.items() if made)],
+        rows=[
+            limit_row("one loopback socket", [over for over, _ in limits], size),
+            limit_row("new memory, all cores", [fresh for _, fresh in limits], size),
+            *(row(case, made, size) for case, made in runs.items() if made),
+        ],
         figures=figures(runs),
         plot=("contender", "weights s"),
     )

@@ -1,7 +1,10 @@
-"""The physical limit: as many bytes over one loopback socket, into memory that exists."""
+"""The physical limits: as many bytes over one loopback socket, and as much memory that nobody touched yet."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 import socket
 import threading
 import time
@@ -31,3 +34,24 @@ def _send(listening: socket.socket, size: int) -> None:
     with listening.accept()[0] as sending:
         for begin in range(0, size, STEP):
             sending.sendall(block[: min(STEP, size - begin)])
+
+
+def memory_seconds(size: int) -> float:
+    """Seconds until `size` bytes of new memory are written, all cores at it: every loader fills a new model.
+
+    The kernel clears each page before it is written for the first time.
+    """
+    cores = len(os.sched_getaffinity(0))
+    part = -(-size // cores)
+    with mmap.mmap(-1, part * cores) as memory:
+        begins = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        threads = [
+            threading.Thread(target=ctypes.memset, args=(begins + core * part, 1, part))
+            for core in range(cores)
+        ]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - began

@@ -9,6 +9,7 @@ from benchmarks.engines.cases import Case, Run
 from benchmarks.harness import Row
 
 FORK = "rfork from a seed, http"
+SAME_HOST = "rfork from a seed of this host"
 DISK = "default loader, cold cache"
 
 
@@ -28,11 +29,11 @@ def row(case: Case, runs: Sequence[Run], size: int) -> Row:
     }
 
 
-def socket_row(seconds: Sequence[float], size: int) -> Row:
-    """The line of the physical limit."""
+def limit_row(name: str, seconds: Sequence[float], size: int) -> Row:
+    """The line of a physical limit."""
     middle = median(seconds)
     return {
-        "contender": "limit: one loopback socket",
+        "contender": f"limit: {name}",
         "weights s": round(middle, 2),
         "GB/s": round(size / middle / 1e9, 2),
         "first token s": None,
@@ -43,13 +44,16 @@ def socket_row(seconds: Sequence[float], size: int) -> Row:
 
 
 def figures(runs: Mapping[Case, Sequence[Run]]) -> dict[str, float]:
-    """The figure of the design page, the worse engine's; and each engine's own."""
+    """The figure of the design page, each the worse engine's and its own; and that of forks within a host."""
     seconds = {
         (case.engine, case.name): median(run.weights_s for run in made) for case, made in runs.items() if made
     }
-    shares = {
-        f"engine_fork_vs_disk_cold_{engine}": seconds[engine, FORK] / seconds[engine, DISK]
-        for engine in ("vllm", "sglang")
-        if (engine, FORK) in seconds and (engine, DISK) in seconds
-    }
-    return {**({"engine_fork_vs_disk_cold": max(shares.values())} if shares else {}), **shares}
+    found: dict[str, float] = {}
+    for name, fork in (("engine_fork_vs_disk_cold", FORK), ("engine_fork_vs_disk_cold_same_host", SAME_HOST)):
+        shares = {
+            f"{name}_{engine}": seconds[engine, fork] / seconds[engine, DISK]
+            for engine in ("vllm", "sglang")
+            if (engine, fork) in seconds and (engine, DISK) in seconds
+        }
+        found |= {name: max(shares.values()), **shares} if shares else {}
+    return found

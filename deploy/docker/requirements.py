@@ -13,7 +13,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
 CONSTRAINTS: Final = ROOT / "constraints.txt"
-PLANNER_EXTRAS: Final = ("kubernetes", "redis")
+PLANNER_EXTRAS: Final = ("kubernetes", "redis", "tracing")
 """What the planner's image has beside the base."""
 NOT_OURS: Final = frozenset({"torch"})
 """What planners do not need, and engines bring."""

@@ -20,6 +20,10 @@ from rfork.wire import (
     ModelView,
     Placement,
     Plan,
+    Preview,
+    PreviewPage,
+    PreviewRequest,
+    PreviewTarget,
     ProgressAck,
     Rank,
     Route,
@@ -82,7 +86,12 @@ ASK_AGAIN: Final = ForkRequest(
 )
 ASK_COLD: Final = ForkRequest(fork_id="fork-2", instance=COLD)
 PROGRESS: Final = ForkProgress(
-    verified=((0, 30),), bytes_read=125_829_120, bytes_per_s=1.1e9, sources={"seed-1": 125_829_120}
+    verified=((0, 30),),
+    bytes_read=125_829_120,
+    bytes_per_s=1.1e9,
+    sources={"seed-1": 125_829_120},
+    transports={"seed-1": "http"},
+    phases={"capture": 0.02, "plan": 0.004, "transfer": 0.11},
 )
 FINISH: Final = ForkFinish(
     outcome="forked",
@@ -90,6 +99,9 @@ FINISH: Final = ForkFinish(
     bytes_read=IMAGE_BYTES,
     sources={"seed-1": IMAGE_BYTES},
     efficiency=0.93,
+    link_bytes_per_s=1.2e9,
+    transports={"seed-1": "http"},
+    phases={"capture": 0.02, "plan": 0.004, "transfer": 0.28},
 )
 
 LEASE: Final = Lease(
@@ -132,6 +144,7 @@ FORK: Final = ForkView(
     plan=(Share(source_id="seed-1", chunks=((0, CHUNKS),)),),
     reason="from seed seed-1 (0 other readers)",
     progress=PROGRESS,
+    held={"seed-1": 1_200_000_000},
     age_s=0.12,
     chunk_count=CHUNKS,
     image_bytes=IMAGE_BYTES,
@@ -150,6 +163,9 @@ MODELS: Final = (
         forks_running=1,
         storage_bytes=IMAGE_BYTES,
         forked_bytes=3 * IMAGE_BYTES,
+        storage_s=1.9,
+        fork_s=0.33,
+        saved_s=4.71,
     ),
 )
 SCALEUP: Final = ScaleUp(
@@ -165,3 +181,47 @@ SCALEUP_VIEW: Final = ScaleUpView(
     reason="they fork from 2 seeds",
 )
 SCALEUPS: Final = (SCALEUP_VIEW,)
+PREVIEW_REQUEST: Final = PreviewRequest(model=MODEL, targets=3, link_bytes_per_s=1.25e9)
+PREVIEWS: Final = PreviewPage(
+    items=(
+        Preview(
+            model=MODEL,
+            rank_key="target-tp0of1-pp0of1-ep0of1",
+            image_bytes=IMAGE_BYTES,
+            chunk_count=CHUNKS,
+            seeds=1,
+            link_bytes_per_s=1.25e9,
+            measured=False,
+            storage_bytes_per_s=1e9,
+            targets=(
+                PreviewTarget(
+                    instance_id="preview-1",
+                    host="preview-host-1",
+                    shares=(Share(source_id="seed-1", chunks=((0, CHUNKS),)),),
+                    transports={"seed-1": "http"},
+                    seconds=0.215,
+                    reason="from seed seed-1 (0 other readers)",
+                ),
+                PreviewTarget(
+                    instance_id="preview-2",
+                    host="preview-host-2",
+                    shares=(Share(source_id="preview-1", chunks=((0, CHUNKS),)),),
+                    transports={"preview-1": "http"},
+                    seconds=0.219,
+                    reason="behind relay preview-1 (0 of 65 chunks, 0 other readers)",
+                ),
+                PreviewTarget(
+                    instance_id="preview-3",
+                    host="preview-host-3",
+                    shares=(Share(source_id="preview-2", chunks=((0, CHUNKS),)),),
+                    transports={"preview-2": "http"},
+                    seconds=0.222,
+                    reason="behind relay preview-2 (0 of 65 chunks, 0 other readers)",
+                ),
+            ),
+            seconds=0.222,
+            bound_s=0.215,
+            storage_bytes=0,
+        ),
+    )
+)

@@ -52,7 +52,9 @@ def health_router(registry: Registry, metrics: Metrics) -> APIRouter:
     async def exposition() -> Response:
         """Instances, forks, fallbacks and their reasons, bytes by source, plan latency, active leases."""
         await registry.sweep()
-        text = metrics.exposition(registry.state.instances(), registry.state.live_forks())
+        state = registry.state
+        orphaned = sum(group.orphaned for group in state.groups())
+        text = metrics.exposition(state.instances(), state.live_forks(), orphaned)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return router

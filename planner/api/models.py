@@ -28,6 +28,8 @@ def models_router(registry: Registry) -> APIRouter:
 
         `storage_bytes` and `forked_bytes` are those of the model's rank, alike in each of its rows. The fewer
         bytes came from storage for each image's worth that was forked, the less the storage was asked for.
+        So are `storage_s`, `fork_s` and `saved_s`: how long the last ones took that read the whole image from
+        storage, or from one another, and what the latter saved in all.
         """
         await registry.sweep()
         groups = sorted(registry.state.groups(), key=lambda group: (group.model, group.rank_key))
@@ -68,4 +70,7 @@ def rows(state: State, group: LiveGroup) -> Iterator[ModelView]:
             forks_running=forks[image],
             storage_bytes=group.storage_bytes,
             forked_bytes=group.forked_bytes,
+            storage_s=group.durations.storage_s,
+            fork_s=group.durations.fork_s,
+            saved_s=group.durations.saved_s,
         )

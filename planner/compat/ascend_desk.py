@@ -10,8 +10,8 @@ from typing import Final
 
 from fastapi import Response
 
+from planner.asking import finish_of
 from planner.compat.ascend_headers import PREFIX, Seed, answer
-from planner.planning import finish_of
 from planner.registry import Registry
 from planner.store.base import Change, Conflict
 from planner.store.records import ForkRecord, InstanceRecord

@@ -3,9 +3,10 @@
 The service, the simulator and the tests call the same `plan`. It reads no clock, draws no lots and
 keeps nothing: the same group, demands and time give the same decisions.
 
-What goes where: `attach` plans one target, `fanout` many that came together, by the shapes in `trees`;
-`cold` elects who reads storage where nobody holds the image; `stragglers` finds those that nobody
-should wait for; `working` is the scratch paper of one call.
+What goes where: `attach` plans one target (`fitness` says who can be read from, `choosing` who gives which
+part), `fanout` many that came together, by the shapes in `trees`; `cold` elects who reads storage where
+nobody holds the image; `stragglers` finds those that nobody should wait for; `working` is the scratch paper
+of one call, and `ways`, `weights` and `parts` are what all of them ask.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from dataclasses import replace
 
 from planner.fleet import Decision, Demand, Group, Holders, Source
 from planner.policy import reasons
-from planner.policy.attach import attach, unfit, wanting
+from planner.policy.attach import attach
 from planner.policy.cold import elect
 from planner.policy.fanout import fan_out
+from planner.policy.fitness import unfit
 from planner.policy.stragglers import stragglers
 from planner.policy.ways import only_one_host
-from planner.policy.working import Working, same_weights
+from planner.policy.weights import same_weights, wanting
+from planner.policy.working import Working
 from rfork.image.ranges import subtract
 
 __all__ = ["plan", "stragglers"]

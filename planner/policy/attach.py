@@ -13,42 +13,18 @@ has.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import replace
 
-from planner.fleet import Decision, Demand, Source, Storage, distance
+from planner.fleet import Decision, Demand, Source, Storage
 from planner.policy import reasons
-from planner.policy.ways import Way, apart, way
-from planner.policy.working import (
-    FREE,
-    Working,
-    assigned,
-    cut,
-    merged,
-    readable_by_itself,
-    reading,
-    same_weights,
-)
+from planner.policy.choosing import MOST, STRIPES, Option, choose
+from planner.policy.fitness import order, unfed, unfit
+from planner.policy.parts import assigned, merged
+from planner.policy.ways import way
+from planner.policy.weights import readable_by_itself, reading, same_weights
+from planner.policy.working import Working
 from rfork.image.ranges import Range, count, intersect, normalise, subtract
-
-STRIPES: Final = 4
-"""Most sources that one fork reads from at once by choice."""
-MOST: Final = 8
-"""Sources that one fork is divided among, where none gives everything."""
-ENOUGH: Final = 0.75
-"""Part of what a target needs that one source must have to spare to be read from alone."""
-
-
-@dataclass(frozen=True)
-class Option:
-    """A source that can be read from, what it can give of the rest, and its egress to spare (0 to 1)."""
-
-    source: Source
-    gives: tuple[Range, ...]
-    spare: float
-    way: Way
 
 
 def attach(working: Working, demand: Demand, candidates: Iterable[Source]) -> Decision:
@@ -65,7 +41,7 @@ def attach(working: Working, demand: Demand, candidates: Iterable[Source]) -> De
     total = count(missing)
     keeps = {source.instance_id: count(chunks) / total for source, chunks in kept}
     options, full = _options(working, demand, rest, candidates, keeps, obstacles) if rest else ([], ())
-    chosen = _choose(target, rest, count(rest) / total, options) if rest else []
+    chosen = choose(target, rest, count(rest) / total, options) if rest else []
     rest = subtract(rest, [each for _, chunks in chosen for each in chunks])
     if (beyond := subtract(rest, full)) and target.instance_id not in demand.blamed:
         if own := readable_by_itself(target, beside=True):
@@ -180,123 +156,3 @@ def _options(
             options.append(Option(source, gives, spare, way(source, target)))
             left = subtract(left, gives)
     return options, intersect(full, left)
-
-
-def _choose(
-    target: Source, rest: tuple[Range, ...], need: float, options: list[Option]
-) -> list[tuple[Source, tuple[Range, ...]]]:
-    """Divide the rest, which wants `need` of the target's speed, among the options."""
-    whole = [option for option in options if option.gives == rest]
-    if not whole:
-        return _jointly(rest, options)
-    first = whole[0]
-    if first.source.complete or not first.source.slow:
-        whole = [option for option in whole if option.source.complete or not option.source.slow]
-    whole = [option for option in whole if option.way[0] == first.way[0]]
-    near = distance(first.source.place, target.place)
-    alike = [
-        option
-        for option in whole
-        if option.way == first.way and distance(option.source.place, target.place) == near
-    ]
-    idle = [option for option in alike if option.source.complete and option.spare > 1 - FREE]
-    if first in idle:
-        return _divided(rest, idle[:STRIPES])
-    if near == 0 or first.spare >= ENOUGH * need:
-        return [(first.source, rest)]
-    spare: list[Option] = []
-    for option in whole:
-        if option.spare > FREE and sum(each.spare for each in spare) < need and len(spare) < STRIPES:
-            spare.append(option)
-    if sum(option.spare for option in spare) >= ENOUGH * need:
-        return _divided(rest, spare)
-    return [(first.source, rest)]
-
-
-def _divided(rest: tuple[Range, ...], options: list[Option]) -> list[tuple[Source, tuple[Range, ...]]]:
-    """To each its part, by what it has to spare; of few chunks, some get none."""
-    total, whole = count(rest), sum(option.spare for option in options)
-    shares: list[tuple[Source, tuple[Range, ...]]] = []
-    begin, spare = 0, 0.0
-    for option in options:
-        spare += option.spare
-        end = math.floor(total * spare / whole + 0.5)
-        if begin < end:
-            shares.append((option.source, cut(rest, begin, end)))
-        begin = end
-    return shares
-
-
-def _jointly(rest: tuple[Range, ...], options: list[Option]) -> list[tuple[Source, tuple[Range, ...]]]:
-    """Nobody gives all: each gives what those before it cannot."""
-    chosen: list[tuple[Source, tuple[Range, ...]]] = []
-    for option in options:
-        share = intersect(option.gives, rest)
-        if share:
-            chosen.append((option.source, share))
-            rest = subtract(rest, share)
-    return chosen
-
-
-def order(
-    working: Working, source: Source, target: Source, *, lost: bool = False
-) -> tuple[bool, bool, bool, bool, float, int, bool, bool, int, str]:
-    """What comes first is read from first.
-
-    To one that begins, those that are furthest are best. One that lost its source needs no more than to be
-    ahead of: so it leaves the seeds and the furthest to those that need them.
-    """
-    away = distance(source.place, target.place)
-    begun = bool(target.verified) or lost
-    kernels, leaves_host = way(source, target)
-    return (
-        source.slow and not source.complete,
-        kernels,
-        away > 0,
-        leaves_host,
-        round(working.load(source, target), 1),
-        away,
-        begun and source.watermark < target.watermark,
-        not source.complete and not begun,
-        source.watermark if begun else -source.watermark,
-        source.instance_id,
-    )
-
-
-def unfit(source: Source, demand: Demand, now: float, *, reads: bool = False) -> str:
-    """Why nobody, or not this fork, may read from the source; empty where it may.
-
-    Who `reads` there already may finish while the source drains.
-    """
-    if source.state == "draining" and not reads:
-        return "draining"
-    if now < source.quarantined_until:
-        return f"quarantined: {source.quarantine}"
-    if source.instance_id in demand.blamed:
-        return f"failed this fork: {demand.blamed[source.instance_id]}"
-    return apart(source, demand.target)
-
-
-def unfed(working: Working, source: Source, target: Source) -> str:
-    """Why the source can give nothing of what is missing, now or later."""
-    if (
-        source.weights_id is not None
-        and target.weights_id is not None
-        and source.weights_id != target.weights_id
-    ):
-        return f"holds other weights ({source.weights_id})"
-    held = f"has {source.watermark} of {source.chunk_count} chunks"
-    parents = [share.source_id for share in working.shares(source.instance_id)]
-    if not parents:
-        return f"{held} and reads from nobody"
-    gone = [parent for parent in parents if working.source(parent) is None]
-    if gone:
-        return f"{held} and its own source {gone[0]} is gone"
-    return f"{held} and waits for the target itself, or for one that waits for nobody"
-
-
-def wanting(demand: Demand, weights_id: str | None, draft: str | None) -> Demand:
-    """The demand, its target saying which weights are wanted."""
-    verified = demand.target.verified if (demand.target.weights_id or demand.target.draft) else ()
-    target = replace(demand.target, weights_id=weights_id, draft=draft, verified=normalise(verified))
-    return replace(demand, target=target)

@@ -17,9 +17,10 @@ from typing import Final
 
 from planner.fleet import Decision, Demand, Storage
 from planner.policy import reasons
-from planner.policy.attach import wanting
 from planner.policy.fanout import SHORT, fan_out, node_of, two_trees, where
-from planner.policy.working import Working, assigned, readable_by_itself, split
+from planner.policy.parts import assigned, split
+from planner.policy.weights import readable_by_itself, wanting
+from planner.policy.working import Working
 from rfork.image.ranges import Range, subtract
 
 PREFERENCE: Final = {"snapshot": 0, "checkpoint": 1, "loader": 2}

@@ -15,9 +15,11 @@ from typing import Final
 
 from planner.fleet import Decision, Demand, Source, Storage
 from planner.policy import reasons, trees
-from planner.policy.attach import STRIPES, order, unfit
+from planner.policy.choosing import STRIPES
+from planner.policy.fitness import order, unfit
+from planner.policy.parts import assigned, merged, split
 from planner.policy.ways import way
-from planner.policy.working import FREE, Working, assigned, merged, split
+from planner.policy.working import FREE, Working
 from rfork.image.ranges import Range
 
 SHORT: Final = 10

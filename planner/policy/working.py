@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Final
 
-from planner.fleet import SLOW, Assignment, Decision, Demand, Group, Share, Source, Storage
-from planner.policy.ways import shared_transports, within_host
+from planner.fleet import SLOW, Decision, Demand, Group, Share, Source
+from planner.policy.ways import within_host
+from planner.policy.weights import reading, same_weights
 from rfork.image.ranges import Range, count, intersect, normalise, subtract
 
 FAR: Final = 64
@@ -199,77 +199,3 @@ class Working:
         if instance_id not in self._local:
             self._local[instance_id] = set(self.group.local.get(instance_id, ())) - self._forks
         return self._local[instance_id]
-
-
-def same_weights(source: Source, target: Source) -> bool:
-    """Whether the two may hold chunks of one image; one that holds none yet may."""
-    if source.layout_id != target.layout_id or source.chunk_count != target.chunk_count:
-        return False
-    if source.weights_id is not None and target.weights_id is not None:
-        return source.weights_id == target.weights_id
-    if source.draft is not None and target.draft is not None:
-        return source.draft == target.draft
-    return not (source.weights_id or source.draft) or not (target.weights_id or target.draft)
-
-
-def reading(target: Source, storage: Storage) -> Source:
-    """The target, by the name of what this storage holds."""
-    draft = storage.origin if storage.kind == "checkpoint" else None
-    return replace(target, weights_id=storage.weights_id, draft=draft)
-
-
-def assigned(target: Source, shares: Iterable[tuple[Source, tuple[Range, ...]]]) -> tuple[Assignment, ...]:
-    """The assignments of a decision, one a source."""
-    merged: dict[str, tuple[Source, tuple[Range, ...]]] = {}
-    for source, chunks in shares:
-        before = merged.get(source.instance_id, (source, ()))[1]
-        merged[source.instance_id] = source, normalise((*before, *chunks))
-    return tuple(
-        Assignment(source.instance_id, chunks, shared_transports(source, target))
-        for source, chunks in merged.values()
-        if chunks
-    )
-
-
-def merged(
-    storage: Iterable[tuple[Storage, tuple[Range, ...]]],
-) -> tuple[tuple[Storage, tuple[Range, ...]], ...]:
-    """The reads of a decision from storage, one a storage."""
-    found: dict[Storage, tuple[Range, ...]] = {}
-    for each, chunks in storage:
-        found[each] = normalise((*found.get(each, ()), *chunks))
-    return tuple(found.items())
-
-
-def split(chunks: tuple[Range, ...], parts: int) -> list[tuple[Range, ...]]:
-    """Cut into at most `parts` runs of chunks in order, whose sizes differ by one at most; none is empty."""
-    total = count(chunks)
-    parts = min(parts, total)
-    bounds = [total * part // parts for part in range(parts + 1)] if parts else [0]
-    return [cut(chunks, begin, end) for begin, end in pairwise(bounds)]
-
-
-def cut(chunks: tuple[Range, ...], begin: int, end: int) -> tuple[Range, ...]:
-    """The chunks from the `begin`-th to before the `end`-th of those given."""
-    found: list[Range] = []
-    passed = 0
-    for first, stop in chunks:
-        low, high = max(begin - passed, 0), min(end - passed, stop - first)
-        if low < high:
-            found.append((first + low, first + high))
-        passed += stop - first
-    return tuple(found)
-
-
-def readable_by_itself(target: Source, *, beside: bool = False) -> Storage | None:
-    """What the target may read the chunks from that nobody can give it, so that they fit those it holds,
-    and those that it gets `beside` them from others.
-    """
-    for storage in target.storage:
-        if not target.verified and not beside:
-            return storage
-        if storage.weights_id is not None and storage.weights_id == target.weights_id:
-            return storage
-        if storage.kind == "checkpoint" and storage.origin is not None and storage.origin == target.draft:
-            return storage
-    return None

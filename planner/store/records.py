@@ -151,6 +151,8 @@ class ForkRecord:
     blames: Mapping[str, Blame] = field(default_factory=dict)
     read_from: frozenset[str] = frozenset()
     """Every instance that any of its plans named; its own id stands for its own storage."""
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Bytes a second that sources of its plan held all their readers to, where they did."""
 
     @property
     def group(self) -> GroupKey:
@@ -183,6 +185,7 @@ class ForkRecord:
             reason=self.reason,
             progress=self.progress,
             finish=self.finish,
+            held=dict(self.held),
             age_s=max(0.0, now - self.asked_at),
             chunk_count=self.chunk_count,
             image_bytes=self.image_bytes,

@@ -120,6 +120,8 @@ def seed(
 
     Whoever the planner lets in gets programs that it will run: see docs/artifacts.md. `engine` is its name
     and version where it is not installed here. Initialises CUDA where there is a GPU (`key_of_here`).
+    Instances of `model` meet here; `planner` (URL) overrides `settings`; these and `artifacts` (which kinds,
+    where they lie, how much) are those of the environment where none are given.
 
     Raises SettingsError where no kinds are named, StorageMissing where their folders hold nothing.
     """

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 class ArtifactReport:
     """How the caches of a start were taken. Sizes in bytes, times in seconds.
 
-    `files` and `bytes` were put in place; `there` files were there already, `kept` were there with other
-    content, which stays. `source` is the instance or the URI that gave them, None where nothing was taken:
-    `reason` says why then, or which kinds were passed over.
+    `model` is the name that they were asked for under, `key` the id of what has to be equal on both sides
+    (GPU, versions), `seconds` the whole call. `files` and `bytes` were put in place; `there` files were there
+    already, `kept` were there with other content, which stays. `source` is the instance or the URI that gave
+    them, None where nothing was taken: `reason` says why then, or which kinds were passed over.
     """
 
     model: str

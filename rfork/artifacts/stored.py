@@ -59,6 +59,11 @@ def save(
 ) -> tuple[Written, Packed]:
     """Write the JIT caches of this machine to storage (file:///…, s3://…): a folder has one file a key.
 
+    Runs in the process that calls it, and asks no planner. `uri` is the folder, or a ``….safetensors``;
+    `model` is noted beside them; `engine` is its name and version where it is not installed here. `artifacts`
+    and `storage` are settings, those of the environment where none are given; `progress` is told bytes as
+    they go.
+
     Raises SettingsError where no kinds are named, StorageMissing where their folders hold nothing, and what
     `write_snapshot` raises.
     """
@@ -94,8 +99,9 @@ def load(
 ) -> ArtifactReport:
     """Take the JIT caches that were saved there for a machine as this one; else as `rfork.artifacts.fetch`.
 
-    Nothing there, another key, damaged files, storage that does not answer: a report with its reason. Raises
-    UserError kinds alone.
+    Runs in the process that calls it, and asks no planner; `uri`, `engine`, `artifacts`, `storage` and
+    `progress` are as for `rfork.artifacts.save`. Nothing there, another key, damaged files, storage that does
+    not answer: a report with its reason. Raises UserError kinds alone.
     """
     told = artifacts or options.load(ArtifactSettings)
     chosen = storage or options.load(StorageSettings)

@@ -55,8 +55,11 @@ def fetch(
     """Take the JIT caches that instances of `model` with this machine's key give. Runs on the target.
 
     Call it before the engine starts, in a process of its own where the engine forks its workers: it
-    initialises CUDA where there is a GPU. Off, nobody there, another key, no time left: each is a report with
-    its reason, not an error. Raises UserError kinds alone, for settings that cannot be used.
+    initialises CUDA where there is a GPU. `planner` (URL) overrides `settings`; these and `artifacts` (which
+    kinds, where they lie, how much) are those of the environment where none are given. `engine` is its name
+    and version where it is not installed here. `on_progress` is as for `rfork.fork`. Off, nobody there,
+    another key, no time left: each is a report with its reason, not an error. Raises UserError kinds alone,
+    for settings that cannot be used.
     """
     chosen = settings or options.load(Settings)
     if planner is not None:

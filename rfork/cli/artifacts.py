@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rfork import logs
 from rfork import settings as options
-from rfork.cli.console import Bar, err, out, print_json, reported
+from rfork.cli.console import configure_logs, err, out, print_json, reported
 from rfork.cli.options import BindOption, EgressOption, HostOption, JsonOption, PlannerOption
+from rfork.cli.progress import Bar, sources_note
 from rfork.settings import ArtifactSettings, Settings
 from rfork.wire import ForkProgress
 
@@ -31,18 +31,26 @@ app = typer.Typer(
 
 ModelOption = Annotated[
     str,
-    typer.Option("--model", help="Model that they were compiled for, as those who give it say."),
+    typer.Option(
+        "--model", metavar="NAME", help="Model that they were compiled for, as those who give it say."
+    ),
 ]
 KindsOption = Annotated[
     str | None,
     typer.Option(
-        "--kinds", help="Caches, comma separated, or all [env: RFORK_ARTIFACTS_KINDS]", show_default=False
+        "--kinds",
+        metavar="KINDS",
+        help="Caches, comma separated, or all [env: RFORK_ARTIFACTS_KINDS]",
+        show_default=False,
     ),
 ]
 EngineOption = Annotated[
     str | None,
     typer.Option(
-        "--engine", help="Name and version of the engine, where it is not installed here.", show_default=False
+        "--engine",
+        metavar="NAME",
+        help="Name and version of the engine, where it is not installed here.",
+        show_default=False,
     ),
 ]
 UriArgument = Annotated[
@@ -50,7 +58,11 @@ UriArgument = Annotated[
 ]
 DeadlineOption = Annotated[
     float | None,
-    typer.Option(help="Most seconds it may take [env: RFORK_ARTIFACTS_DEADLINE_S]", show_default=False),
+    typer.Option(
+        metavar="SECONDS",
+        help="Most seconds it may take [env: RFORK_ARTIFACTS_DEADLINE_S]",
+        show_default=False,
+    ),
 ]
 
 
@@ -93,7 +105,10 @@ def ls(kinds: KindsOption = None, engine: EngineOption = None, as_json: JsonOpti
 def save(
     uri: UriArgument,
     model: Annotated[
-        str | None, typer.Option("--model", help="Name of the model, for the records.", show_default=False)
+        str | None,
+        typer.Option(
+            "--model", metavar="NAME", help="Name of the model, for the records.", show_default=False
+        ),
     ] = None,
     kinds: KindsOption = None,
     engine: EngineOption = None,
@@ -155,7 +170,7 @@ def pull(
         with Bar(f"artifacts of {model}") as bar:
 
             def show(progress: ForkProgress, image_bytes: int) -> None:
-                bar.update(min(progress.bytes_read, image_bytes), image_bytes)
+                bar.update(min(progress.bytes_read, image_bytes), image_bytes, sources_note(progress.sources))
 
             report = artifacts.fetch(
                 model=model, engine=engine, settings=chosen, artifacts=told, on_progress=show
@@ -172,7 +187,9 @@ def seed(
     interval: Annotated[
         float | None,
         typer.Option(
-            help="Seconds between looks for new files [env: RFORK_ARTIFACTS_INTERVAL_S]", show_default=False
+            metavar="SECONDS",
+            help="Seconds between looks for new files [env: RFORK_ARTIFACTS_INTERVAL_S]",
+            show_default=False,
         ),
     ] = None,
     bind: BindOption = None,
@@ -202,7 +219,7 @@ def _settings(
 ) -> ArtifactSettings:
     """The settings, with logs as they say."""
     instance = options.load(Settings)
-    logs.configure(json=instance.log_json or as_json, level=instance.log_level)
+    configure_logs(instance, as_json=as_json, brief=True)
     return options.load(ArtifactSettings, kinds=kinds, deadline_s=deadline, interval_s=interval)
 
 

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
+from typing import Final, TextIO, cast
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.console import Console, ConsoleRenderable
+from rich.measure import Measurement
 
+from rfork import logs
+from rfork import settings as options
 from rfork.errors import RforkError
+from rfork.settings import PlannerSettings, Settings
 
-INTERRUPTED = 130
+INTERRUPTED: Final = 130
+BUG: Final = 1
+WIDEST: Final = 4000
+"""Columns that a table may take where no terminal's width binds it."""
+
+LogSettings = Settings | PlannerSettings
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -34,11 +38,43 @@ def print_json(value: object) -> None:
     sys.stdout.flush()
 
 
+def forgiving_streams() -> None:
+    """A character that stdout or stderr cannot write becomes a question mark: no reason to end a command."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def configure_logs(settings: LogSettings, *, as_json: bool = False, brief: bool = False) -> None:
+    """Log to stderr as the settings say; JSON lines with `as_json`.
+
+    `brief`: a command that shows its progress and its result: on a terminal it tells warnings alone, unless
+    RFORK_LOG_LEVEL is set.
+    """
+    unasked = brief and err.is_terminal and "log_level" not in settings.model_fields_set
+    level = "warning" if unasked else settings.log_level
+    logs.configure(json=settings.log_json or as_json, level=level, stream=cast(TextIO, _Stderr()))
+
+
+class _Stderr:
+    """Standard error as it is when something is written: a progress bar puts itself in its place."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+    def isatty(self) -> bool:
+        return sys.stderr.isatty()
+
+
 @contextlib.contextmanager
 def reported(*, as_json: bool = False) -> Iterator[None]:
     """End the command with one clear line and the error's exit code; never a traceback.
 
-    SIGTERM ends it as Ctrl-C does, so that leases are given back.
+    SIGTERM ends it as Ctrl-C does, so that leases are given back. Where nobody reads its output any more, it
+    ends without a word.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -53,6 +89,36 @@ def reported(*, as_json: bool = False) -> Iterator[None]:
     except KeyboardInterrupt:
         err.print("interrupted")
         raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        # What is still in the buffer would fail once more when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:  # a bug, which no user is to read a traceback of
+        _tell_bug(error, as_json=as_json)
+        raise typer.Exit(BUG) from None
+
+
+def _tell_bug(error: Exception, *, as_json: bool) -> None:
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    message = f"rfork failed where it should not: {said}"
+    hint = "set RFORK_LOG_LEVEL=debug to see where, and report it"
+    if as_json:
+        print_json({"error": type(error).__name__, "fault": "user", "message": message, "hint": hint})
+    err.print(f"[bold red]error:[/] {escaped(message)}")
+    if _debugging():
+        err.print("".join(traceback.format_exception(error)), markup=False)
+    else:
+        err.print(f"[bold]hint:[/] {escaped(hint)}")
+
+
+def _debugging() -> bool:
+    """Whether whoever runs this wants to see everything (RFORK_LOG_LEVEL)."""
+    try:
+        return options.load(Settings).log_level == "debug"
+    except RforkError:
+        return False
 
 
 def escaped(text: str) -> str:
@@ -60,40 +126,14 @@ def escaped(text: str) -> str:
     return text.replace("[", r"\[")
 
 
-class Bar:
-    """Progress of one transfer: a bar on a terminal, a plain line every few seconds elsewhere."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._told = 0
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=err,
-            transient=True,
-            disable=not err.is_terminal,
-        )
-        self._task = self._progress.add_task(what, total=None)
-
-    def update(self, done: int, total: int, note: str = "") -> None:
-        """`done` of `total` bytes are there."""
-        self._progress.update(
-            self._task, completed=done, total=total, description=f"{self._what} {note}".strip()
-        )
-        quarter = done * 4 // total if total else 0
-        if not err.is_terminal and quarter > self._told:
-            self._told = quarter
-            err.print(f"{self._what}: {done / 1e6:.0f} of {total / 1e6:.0f} MB {note}".rstrip())
-
-    def __enter__(self) -> Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+def show(what: ConsoleRenderable) -> None:
+    """Print a table or the like on stdout: as wide as the terminal, or as it needs where there is none."""
+    if out.is_terminal:
+        out.print(what, soft_wrap=False)
+        return
+    needed = Measurement.get(out, out.options.update(max_width=WIDEST), what).maximum
+    console = Console(file=cast(TextIO, out.file), width=max(1, needed), highlight=False, no_color=True)
+    console.print(what)
 
 
 def wait_for_signal() -> None:

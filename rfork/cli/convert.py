@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rfork.cli.console import Bar, out, print_json, reported
+from rfork.cli.console import out, print_json, reported
 from rfork.cli.options import JsonOption
+from rfork.cli.progress import Bar
 from rfork.errors import SettingsError
 
 if TYPE_CHECKING:

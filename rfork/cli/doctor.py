@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from rfork import settings as options
-from rfork.cli.console import escaped, out, print_json, reported
+from rfork.cli.console import out, print_json, reported, show
 from rfork.cli.options import JsonOption, PlannerOption
 from rfork.settings import Settings, StorageSettings
 
+if TYPE_CHECKING:
+    from rfork.transport.doctor import Check
+
 COLOUR = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
+FINDINGS = ("fail", "warn")
 FAILED = 1
+NAME = 25
+"""Columns of a check's name."""
 
 
 def doctor(planner: PlannerOption = None, as_json: JsonOption = False) -> None:
-    """Check this machine and explain which transports will be used, and why. Exit code 1 if a check fails."""
+    """Check this machine and its settings, and say which transports will be used, and why.
+
+    Exit code 1 if something is wrong; each finding says what to do.
+    """
     with reported(as_json=as_json):
         from rfork.storage import doctor as storage
         from rfork.transport import doctor as transport
@@ -29,20 +41,38 @@ def doctor(planner: PlannerOption = None, as_json: JsonOption = False) -> None:
         if as_json:
             print_json(
                 {
+                    "ok": all(check.status != "fail" for check in checks),
                     "checks": [asdict(check) for check in checks],
                     "transports": [asdict(choice) for choice in choices],
                 }
             )
         else:
-            table = Table("check", "", "finding", "what to do")
             for check in checks:
-                status = f"[{COLOUR[check.status]}]{check.status}[/]"
-                table.add_row(check.name, status, escaped(check.detail), escaped(check.fix))
-            out.print(table)
-            table = Table("transport", "used", "because", "what to do")
-            for choice in choices:
-                used = f"[green]{choice.place}.[/]" if choice.used else "no"
-                table.add_row(choice.name, used, escaped(choice.reason), escaped(choice.hint))
-            out.print(table)
+                _tell(check)
+            _sum_up(checks)
         if any(check.status == "fail" for check in checks):
             raise typer.Exit(FAILED)
+
+
+def _tell(check: Check) -> None:
+    """One line, folded under its second column where it is long; what to do stands on a line of its own."""
+    table = Table.grid(padding=(0, 1))
+    for size in (4, NAME):
+        table.add_column(width=size)
+    table.add_column(overflow="fold")
+    colour = COLOUR[check.status]
+    detail = Text(check.detail, "dim" if check.status == "skip" else "")
+    table.add_row(Text(check.status, colour), Text(check.name), detail)
+    if check.fix:
+        word = "to do: " if check.status in FINDINGS else "to know: "
+        table.add_row("", "", Text.assemble((word, colour), check.fix))
+    show(table)
+
+
+def _sum_up(checks: Sequence[Check]) -> None:
+    wrong, doubtful = ([check for check in checks if check.status == status] for status in FINDINGS)
+    if not wrong and not doubtful:
+        out.print("\nnothing to mend")
+        return
+    names = ", ".join(check.name for check in (*wrong, *doubtful))
+    out.print(f"\n{len(wrong)} to mend, {len(doubtful)} to look at: {names}", markup=False)

@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import err, escaped, out, print_json, reported
+from rfork.cli.completion import complete_instance, complete_replica
+from rfork.cli.console import out, print_json, reported
 from rfork.cli.options import JsonOption, PlannerOption
+from rfork.cli.progress import waiting
 from rfork.control.client import PlannerClient
 from rfork.control.draining import drain_replica, drained
 from rfork.errors import SettingsError, SourceBusy
@@ -18,11 +20,21 @@ from rfork.settings import Settings
 
 def drain(
     instance: Annotated[
-        str | None, typer.Argument(metavar="INSTANCE", help="Id of the instance (see `rfork status`).")
+        str | None,
+        typer.Argument(
+            metavar="INSTANCE",
+            help="Id of the instance (see `rfork status`).",
+            autocompletion=complete_instance,
+        ),
     ] = None,
     replica: Annotated[
         str | None,
-        typer.Option("--replica", metavar="NAME", help="All instances of one server (its RFORK_REPLICA)."),
+        typer.Option(
+            "--replica",
+            metavar="NAME",
+            help="All instances of one server (its RFORK_REPLICA).",
+            autocompletion=complete_replica,
+        ),
     ] = None,
     own: Annotated[
         bool,
@@ -37,7 +49,11 @@ def drain(
     ] = False,
     wait: Annotated[
         float | None,
-        typer.Option(min=0, help="Most seconds to wait until it may end; 0: only look [env: RFORK_DRAIN_S]"),
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="Most seconds to wait until it may end; 0: only look [env: RFORK_DRAIN_S]",
+        ),
     ] = None,
     planner: PlannerOption = None,
     as_json: JsonOption = False,
@@ -57,7 +73,8 @@ def drain(
                 # A server that drains itself is about to end, whether or not it is the last.
                 _drain_all(client, named, force=force or own, wait_s=chosen.drain_s, as_json=as_json)
             elif instance is not None:
-                answer = drained(client, instance, force=force, wait_s=chosen.drain_s, on_wait=_waiting)
+                with waiting(chosen.drain_s) as told:
+                    answer = drained(client, instance, force=force, wait_s=chosen.drain_s, on_wait=told.say)
                 if as_json:
                     print_json({"instance_id": instance, **answer.model_dump(mode="json")})
                 else:
@@ -65,7 +82,8 @@ def drain(
 
 
 def _drain_all(client: PlannerClient, replica: str, *, force: bool, wait_s: float, as_json: bool) -> None:
-    ended = drain_replica(client, replica, force=force, wait_s=wait_s, on_wait=_waiting)
+    with waiting(wait_s) as told:
+        ended = drain_replica(client, replica, force=force, wait_s=wait_s, on_wait=told.say)
     if as_json:
         print_json({"replica": replica, "instances": [asdict(each) for each in ended]})
     elif not ended:
@@ -76,7 +94,3 @@ def _drain_all(client: PlannerClient, replica: str, *, force: bool, wait_s: floa
             out.print(f"{each.instance_id} {word}: {each.reason}", markup=False)
     if left := [each.instance_id for each in ended if not each.may_exit]:
         raise SourceBusy(f"{len(left)} of {len(ended)} instances of {replica} may not end yet")
-
-
-def _waiting(why: str) -> None:
-    err.print(f"waiting: {escaped(why)}")

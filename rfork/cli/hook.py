@@ -6,9 +6,8 @@ from typing import Annotated, get_args
 
 import typer
 
-from rfork import logs
 from rfork import settings as options
-from rfork.cli.console import reported
+from rfork.cli.console import configure_logs, reported
 from rfork.errors import SettingsError
 from rfork.settings import HookName, HookSettings, Settings
 
@@ -18,9 +17,12 @@ HOOKS: tuple[HookName, ...] = get_args(HookName)
 def hook(
     names: Annotated[list[str], typer.Argument(metavar="HOOK...", help=f"One or more of {', '.join(HOOKS)}")],
     planner: Annotated[
-        str | None, typer.Option(help="URL of the planner, for the hook itself [env: RFORK_PLANNER]")
+        str | None,
+        typer.Option(metavar="URL", help="URL of the planner, for the hook itself [env: RFORK_PLANNER]"),
     ] = None,
-    bind: Annotated[str | None, typer.Option(help="Address to listen on [env: RFORK_HOOK_BIND]")] = None,
+    bind: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address to listen on [env: RFORK_HOOK_BIND]")
+    ] = None,
 ) -> None:
     """Run hooks: the admission webhook, the scale-up controller, KEDA's scaler. All else is RFORK_HOOK_*.
 
@@ -31,7 +33,7 @@ def hook(
             raise SettingsError(f"no hook is called {unknown[0]!r}: there are {', '.join(HOOKS)}")
         hook_settings = options.load(HookSettings, bind=bind)
         settings = options.load(Settings, planner=planner)
-        logs.configure(json=settings.log_json, level=settings.log_level)
+        configure_logs(settings)
         from planner.hooks.running import run_until_signal
 
         run_until_signal([name for name in HOOKS if name in names], hook_settings, settings)

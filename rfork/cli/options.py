@@ -10,21 +10,33 @@ import typer
 from rfork.engines.naming import meeting_name
 
 PlannerOption = Annotated[
-    str | None, typer.Option("--planner", help="URL of the planner [env: RFORK_PLANNER]", show_default=False)
+    str | None,
+    typer.Option(
+        "--planner", metavar="URL", help="URL of the planner [env: RFORK_PLANNER]", show_default=False
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for machines.")]
 NameOption = Annotated[
     str | None,
     typer.Option(
-        "--name", help="Name of the model; seeds and forks meet under it [default: the folder's name]"
+        "--name",
+        metavar="NAME",
+        help="Name of the model; seeds and forks meet under it [default: the folder's name]",
     ),
 ]
 FolderArgument = Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face model folder.")]
-BindOption = Annotated[str | None, typer.Option("--bind", help="Address to listen on [env: RFORK_BIND]")]
-EgressOption = Annotated[
-    int | None, typer.Option("--egress-rate", help="Most bytes a second to give [env: RFORK_EGRESS_RATE]")
+BindOption = Annotated[
+    str | None, typer.Option("--bind", metavar="ADDRESS", help="Address to listen on [env: RFORK_BIND]")
 ]
-HostOption = Annotated[str | None, typer.Option("--host", help="Name of this node [env: RFORK_HOST]")]
+EgressOption = Annotated[
+    int | None,
+    typer.Option(
+        "--egress-rate", metavar="BYTES", help="Most bytes a second to give [env: RFORK_EGRESS_RATE]"
+    ),
+]
+HostOption = Annotated[
+    str | None, typer.Option("--host", metavar="NAME", help="Name of this node [env: RFORK_HOST]")
+]
 
 
 def model_name(folder: Path, name: str | None) -> str:

@@ -6,30 +6,32 @@ from typing import Annotated
 
 import typer
 
-from rfork import logs
 from rfork import settings as options
-from rfork.cli.console import out, print_json, reported
+from rfork.cli.console import configure_logs, out, print_json, reported
 from rfork.cli.options import JsonOption
 from rfork.settings import PlannerSettings
 
 
 def planner(
-    bind: Annotated[str | None, typer.Option(help="Address to listen on [env: RFORK_PLANNER_BIND]")] = None,
+    bind: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address to listen on [env: RFORK_PLANNER_BIND]")
+    ] = None,
     port: Annotated[
-        int | None, typer.Option(help="Port to listen on; 0 picks one [env: RFORK_PLANNER_PORT]")
+        int | None,
+        typer.Option(metavar="PORT", help="Port to listen on; 0 picks one [env: RFORK_PLANNER_PORT]"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the planner: it knows who holds what, and says who reads from whom."""
     with reported(as_json=as_json):
         chosen = options.load(PlannerSettings, bind=bind, port=port)
-        logs.configure(json=chosen.log_json or as_json, level=chosen.log_level)
+        configure_logs(chosen, as_json=as_json)
         from planner.service import serve
 
         def ready(url: str) -> None:
             if as_json:
                 print_json({"event": "ready", "url": url})
             else:
-                out.print(f"planner ready at {url} (API: {url}/docs)")
+                out.print(f"planner ready at {url} (page: {url}/ui, API: {url}/docs)")
 
         serve(chosen, ready)

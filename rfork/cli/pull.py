@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rfork import logs
 from rfork import settings as options
-from rfork.cli.console import Bar, out, print_json, reported, wait_for_signal
+from rfork.cli.console import configure_logs, out, print_json, reported, wait_for_signal
+from rfork.cli.loading import counted
 from rfork.cli.options import (
     BindOption,
     EgressOption,
@@ -21,6 +21,7 @@ from rfork.cli.options import (
     PlannerOption,
     model_name,
 )
+from rfork.cli.progress import Bar, sources_note
 from rfork.errors import ModelError, StorageError
 from rfork.image import ranges
 from rfork.image.chunks import Chunks
@@ -51,7 +52,7 @@ def pull(
         str | None, typer.Option(metavar="PROMPT", help="Answer this prompt when forked.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Write the model to this folder as a checkpoint.")
+        Path | None, typer.Option(metavar="FOLDER", help="Write the model to this folder as a checkpoint.")
     ] = None,
     stay: Annotated[bool, typer.Option("--stay", help="Stay as a seed until interrupted.")] = False,
     sha256: Annotated[
@@ -59,7 +60,8 @@ def pull(
         typer.Option("--sha256", help="Report the SHA-256 of all tensors, to compare with another process."),
     ] = False,
     deadline: Annotated[
-        float | None, typer.Option(help="Seconds before falling back [env: RFORK_DEADLINE_S]")
+        float | None,
+        typer.Option(metavar="SECONDS", help="Seconds before falling back [env: RFORK_DEADLINE_S]"),
     ] = None,
     bind: BindOption = None,
     host: HostOption = None,
@@ -71,21 +73,22 @@ def pull(
         chosen = options.load(
             Settings, planner=planner, bind=bind, host=host, egress_rate=egress_rate, deadline_s=deadline
         )
-        logs.configure(json=chosen.log_json or as_json, level=chosen.log_level)
+        configure_logs(chosen, as_json=as_json, brief=True)
         from rfork.engines import torch as engine
         from rfork.engines.transformers import Unfilled
         from rfork.image.capture import capture
         from rfork.image.proof import image_sha256
 
         unfilled = Unfilled(folder, checkpoint)
-        with Bar(f"fork {model_name(folder, name)}") as bar:
+        # A fallback that transformers loads writes no bar beside this one.
+        with Bar(f"fork {model_name(folder, name)}") as bar, counted(lambda done, total: None):
 
             def show(progress: ForkProgress, image_bytes: int) -> None:
                 verified = ranges.count(progress.verified)
                 # What was here from a process that died is verified, and was not read.
                 there = verified * image_bytes // max(1, len(Chunks.of(image_bytes)))
                 done = min(max(progress.bytes_read, there), image_bytes)
-                bar.update(done, image_bytes, f"({verified} chunks verified)")
+                bar.update(done, image_bytes, sources_note(progress.sources))
 
             report = engine.run_fork(
                 unfilled.model,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rfork import logs
 from rfork import settings as options
-from rfork.cli.console import err, out, print_json, reported, wait_for_signal
+from rfork.cli.console import configure_logs, err, out, print_json, reported, wait_for_signal
+from rfork.cli.loading import loading
 from rfork.cli.options import (
     BindOption,
     EgressOption,
@@ -30,7 +30,7 @@ def seed(
     """Load a Hugging Face folder with transformers and seed it until interrupted."""
     with reported(as_json=as_json):
         chosen = options.load(Settings, planner=planner, bind=bind, host=host, egress_rate=egress_rate)
-        logs.configure(json=chosen.log_json or as_json, level=chosen.log_level)
+        configure_logs(chosen, as_json=as_json)
         from rfork.engines import torch as engine
         from rfork.engines.transformers import loaded_model
 
@@ -38,7 +38,8 @@ def seed(
             err.print(
                 "[yellow]warning:[/] no planner is set, so no fork will find this seed (set RFORK_PLANNER)"
             )
-        module = loaded_model(folder)
+        with loading(f"load {model_name(folder, name)}"):
+            module = loaded_model(folder)
         with engine.seed(module, model=model_name(folder, name), settings=chosen) as giving:
             if chosen.planner is not None and not giving.wait_acknowledged(chosen.planner_timeout_s):
                 err.print(f"[yellow]warning:[/] {chosen.planner} does not answer yet; trying on")

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from rfork import logs
 from rfork import settings as options
-from rfork.cli.console import err, out, print_json, reported, wait_for_signal
+from rfork.cli.console import configure_logs, err, out, print_json, reported, wait_for_signal
 from rfork.cli.options import BindOption, HostOption, JsonOption, PlannerOption
 from rfork.settings import Settings, SidecarSettings
 
@@ -51,7 +50,7 @@ def sidecar(
     with reported(as_json=as_json):
         chosen = options.load(Settings, planner=planner, bind=bind, host=host)
         own = options.load(SidecarSettings, engine=engine, model=model, client_of=client_of_model, port=port)
-        logs.configure(json=chosen.log_json or as_json, level=chosen.log_level)
+        configure_logs(chosen, as_json=as_json)
         from rfork.engines.stock_sglang.sidecar import Sidecar
 
         with Sidecar(chosen, own) as running:

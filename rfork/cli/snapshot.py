@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.core import TyperGroup
 
-from rfork import logs
 from rfork import settings as options
 from rfork.cli import snapshots
-from rfork.cli.console import Bar, out, print_json, reported
+from rfork.cli.completion import complete_model
+from rfork.cli.console import configure_logs, out, print_json, reported
+from rfork.cli.loading import loading
 from rfork.cli.options import JsonOption, PlannerOption, model_name
+from rfork.cli.progress import Bar, sources_note
 from rfork.control.client import PlannerClient
 from rfork.errors import SettingsError, UserError
 from rfork.settings import Settings
@@ -137,7 +139,14 @@ def write(
         ),
     ],
     name: Annotated[
-        str | None, typer.Option("--name", help="Name of the running model to take.", show_default=False)
+        str | None,
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            help="Name of the running model to take.",
+            autocompletion=complete_model,
+            show_default=False,
+        ),
     ] = None,
     source: Annotated[
         Path | None,
@@ -151,7 +160,10 @@ def write(
     rank: Annotated[
         list[int] | None,
         typer.Option(
-            "--rank", min=0, help="Only this rank, by its number pp * tp_size + tp; may be repeated."
+            "--rank",
+            min=0,
+            metavar="N",
+            help="Only this rank, by its number pp * tp_size + tp; may be repeated.",
         ),
     ] = None,
     shared: Annotated[
@@ -176,7 +188,7 @@ def write(
     """
     with reported(as_json=as_json):
         chosen = options.load(Settings, planner=planner)
-        logs.configure(json=chosen.log_json or as_json, level=chosen.log_level)
+        configure_logs(chosen, as_json=as_json, brief=True)
         if name is None and source is None:
             raise SettingsError(
                 "nothing says which weights to write",
@@ -205,8 +217,10 @@ def _from_folder(folder: Path, name: str | None, way: _Way) -> _Done:
     from rfork.seed.holding import seal
     from rfork.wire import Rank
 
-    image = capture(loaded_model(folder))
-    return way.write(image, seal(image), Rank(), model_name(folder, name))
+    model = model_name(folder, name)
+    with loading(f"load {model}"):
+        image = capture(loaded_model(folder))
+    return way.write(image, seal(image), Rank(), model)
 
 
 def _from_fleet(name: str, numbers: Sequence[int], way: _Way, settings: Settings) -> list[_Done]:
@@ -227,7 +241,7 @@ def _from_fleet(name: str, numbers: Sequence[int], way: _Way, settings: Settings
         with Bar(f"fetch {name} {word}") as bar:
 
             def show(progress: ForkProgress, image_bytes: int, bar: Bar = bar) -> None:
-                bar.update(min(progress.bytes_read, image_bytes), image_bytes)
+                bar.update(min(progress.bytes_read, image_bytes), image_bytes, sources_note(progress.sources))
 
             image, manifest = fetch(holder, lambda: PlannerClient.of(settings), settings, show)
         told.append(way.write(image, manifest, holder.rank, name))

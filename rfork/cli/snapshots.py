@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rfork.cli.console import Bar, err, escaped, out, print_json, reported
+from rfork.cli.console import err, escaped, out, print_json, reported
 from rfork.cli.options import JsonOption
+from rfork.cli.progress import Bar
 from rfork.errors import SettingsError, StorageCorrupt, StorageMissing
 
 if TYPE_CHECKING:

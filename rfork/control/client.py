@@ -34,6 +34,8 @@ from rfork.wire import (
     MayExit,
     ModelView,
     Plan,
+    PreviewPage,
+    PreviewRequest,
     ProgressAck,
 )
 
@@ -46,6 +48,7 @@ EXIT: Final = TypeAdapter(MayExit)
 FORK: Final = TypeAdapter(ForkView)
 FORK_PAGE: Final = TypeAdapter(ForkPage)
 MODELS: Final = TypeAdapter(list[ModelView])
+PREVIEWS: Final = TypeAdapter(PreviewPage)
 
 PAGE: Final = 1000
 """Items that one call of `instances` or `forks` asks for at a time."""
@@ -206,6 +209,13 @@ class PlannerClient:
     def models(self) -> list[ModelView]:
         """What the fleet holds, one row for each model, rank, layout and weights."""
         return self._rest.parsed(MODELS, "GET", "/v1/models")
+
+    def preview(self, request: PreviewRequest) -> PreviewPage:
+        """What would happen if replicas came now; nothing comes of it.
+
+        PlannerRefused with problem `unknown-model` where no instance of it is known.
+        """
+        return self._rest.parsed(PREVIEWS, "POST", "/v1/previews", request)
 
     def ready(self) -> bool:
         """Whether the planner is ready to answer; raises PlannerUnreachable where nothing answers."""

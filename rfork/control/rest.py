@@ -16,6 +16,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rfork.errors import PlannerRefused, PlannerUnreachable, SettingsError
 from rfork.settings import TlsSettings
+from rfork.tracing import carrier
 from rfork.wire import Problem
 
 Answer = TypeVar("Answer")
@@ -157,7 +158,8 @@ class RestClient:
         else:
             reason = str(error) or type(error).__name__
         message = f"planner {self.url} cannot be reached: {reason}"
-        return PlannerUnreachable(message, hint="check RFORK_PLANNER")
+        hint = "start it (`rfork planner`), or correct RFORK_PLANNER"
+        return PlannerUnreachable(message, hint=hint, silent=isinstance(error, httpx.ReadTimeout))
 
     def not_a_planner(self, method: str, path: str, status: int, reason: str) -> PlannerRefused:
         """The error of an answer that no planner gives."""
@@ -176,7 +178,7 @@ class RestClient:
             path,
             params={name: value for name, value in (query or {}).items() if value is not None},
             content=None if body is None else body.model_dump_json(),
-            headers=None if body is None else {"Content-Type": "application/json"},
+            headers=carrier() | ({} if body is None else {"Content-Type": "application/json"}),
             timeout=max(0.001, deadline - time.monotonic()),
         )
 

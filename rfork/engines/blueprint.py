@@ -14,38 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from rfork.errors import MissingExtra, ModelError
+from rfork.engines.pretrained_config import SAFETENSORS, class_of, dtype_of, model_errors
+from rfork.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-SAFETENSORS = "*.safetensors"
 MAIN = "main"
 """The revision that the hub gives to who asks for none."""
 WEIGHTS = (SAFETENSORS, "*.bin", "*.gguf")
 """Names of the files that transformers reads weights from."""
-
-
-@contextmanager
-def naming(source: str | Path) -> Iterator[None]:
-    """Turn what transformers raises for a folder or model that it cannot use into one line."""
-    try:
-        yield
-    except ImportError as error:
-        raise MissingExtra("transformers", extra="transformers", why=str(error)) from None
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{source}: {first}") from None
 
 
 @dataclass(frozen=True)
@@ -83,7 +62,7 @@ class Blueprint:
         if isinstance(source, Path) and not (source / "config.json").is_file():
             raise ModelError(f"{source} holds no config.json", hint="name the folder of a Hugging Face model")
         named = str(source)
-        with naming(named):
+        with model_errors(named):
             from transformers import AutoConfig
             from transformers.utils.hub import cached_file
 
@@ -99,8 +78,8 @@ class Blueprint:
                 revision or MAIN,
                 folder,
                 config,
-                model_class or _class_of(config, trust_remote_code=trust_remote_code),
-                _dtype_of(dtype, config, folder),
+                model_class or class_of(config, trust_remote_code=trust_remote_code),
+                dtype_of(dtype, config, folder),
                 torch.device(device if device is not None else "cpu"),
                 attn_implementation,
                 trust_remote_code,
@@ -124,7 +103,7 @@ class Blueprint:
             raise ModelError(
                 f"{self.source} is quantised: its layout is known once its quantiser has read the weights"
             )
-        with naming(self.source), _quiet():
+        with model_errors(self.source), _quiet():
             abstract = self._abstract()
             built: object = type(abstract).from_pretrained(
                 None,
@@ -148,7 +127,7 @@ class Blueprint:
 
     def loaded(self) -> PreTrainedModel:
         """The model with its weights, by `from_pretrained`. Raises ModelError."""
-        with naming(self.source):
+        with model_errors(self.source):
             code = {"trust_remote_code": True} if self.trust_remote_code else {}
             model: PreTrainedModel = self.model_class.from_pretrained(  # type: ignore[attr-defined]
                 self.source, revision=self.revision, **self._options, **code
@@ -229,45 +208,6 @@ def _unread(abstract: PreTrainedModel, device: torch.device) -> dict[str, _Unrea
         if isinstance(tensor, torch.Tensor) and found.setdefault(id(tensor), name) == name:
             weights[name] = _Unread(tensor, device)
     return weights
-
-
-def _class_of(config: PreTrainedConfig, *, trust_remote_code: bool) -> type:
-    import transformers
-
-    auto = "AutoModelForCausalLM"
-    theirs: dict[str, str] = getattr(config, "auto_map", None) or {}
-    if trust_remote_code and (names := [name for name in theirs if name.startswith("AutoModel")]):
-        named: type = getattr(transformers, auto if auto in names else names[0])
-        return named
-    for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found
-    default: type = transformers.AutoModelForCausalLM
-    return default
-
-
-def _dtype_of(asked: str | torch.dtype, config: PreTrainedConfig, folder: Path) -> torch.dtype:
-    """As `from_pretrained` decides: what is asked for, else the config's, else that of the first weight."""
-    if asked == "auto":
-        asked = config.dtype or _stored_dtype(folder) or torch.get_default_dtype()
-    found = getattr(torch, asked.removeprefix("torch."), None) if isinstance(asked, str) else asked
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{asked!r} is no dtype")
-    return found
-
-
-def _stored_dtype(folder: Path) -> torch.dtype | None:
-    for path in sorted(folder.glob(SAFETENSORS))[:1]:
-        try:
-            with safe_open(path, framework="pt") as weights:
-                for name in weights.keys():  # noqa: SIM118  # it is no mapping
-                    dtype: torch.dtype = weights.get_slice(name)[:0].dtype
-                    if dtype.is_floating_point:
-                        return dtype
-        except (SafetensorError, IndexError):
-            return None
-    return None
 
 
 @contextmanager

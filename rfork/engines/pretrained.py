@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from rfork import settings as options
-from rfork.engines.blueprint import SAFETENSORS, Blueprint
+from rfork.engines.blueprint import Blueprint
 from rfork.engines.naming import meeting_name
+from rfork.engines.pretrained_config import SAFETENSORS
 from rfork.engines.torch import run_fork, settings_of
 from rfork.errors import ModelError, RforkError, UnsupportedTensor
 from rfork.fork.fallback import Fallback, checkpoint_fallback, engine_fallback
@@ -54,17 +55,18 @@ def fork_pretrained(
 ) -> PreTrainedModel:
     """The model of a folder, or of the hub, as `from_pretrained` would give it, forked. Runs on the target.
 
-    Only the config is read: the folder needs no weights, and of the hub none are fetched. The model is in
-    eval mode, and from then on this process gives its weights onwards, until the model is gone or the
-    process ends; `report_of` tells how it got them, and holds the seed. Whoever changes the weights does it
-    in a block of `Seed.updating`; whoever moves them (``model.to(…)``) closes the seed before.
+    `source` is the folder, or the hub's name of the model. Only the config is read: the folder needs no
+    weights, and of the hub none are fetched. The model is in eval mode, and from then on this process gives
+    its weights onwards, until the model is gone or the process ends; `report_of` tells how it got them, and
+    holds the seed. Whoever changes the weights does it in a block of `Seed.updating`; whoever moves them
+    (``model.to(…)``) closes the seed before.
 
     `revision`, `model_class`, `dtype`, `attn_implementation` and `trust_remote_code` are as for
     `from_pretrained`; without a class it is that which the config names. `device` is where the weights lie
     (CPU, or a CUDA device, for which transformers wants accelerate).
     Seeds and forks meet under `name`; without it the setting `model`, else the hub's name or that of the
     folder, and ``@revision`` where one is given. `planner` (URL), `deadline` (seconds), `rank`, `snapshot`,
-    `exclude` and `on_progress` are as for `rfork.fork`.
+    `exclude`, `settings` and `on_progress` are as for `rfork.fork`.
 
     Where nobody holds the weights, or no fork works: the snapshot, the safetensors files beside the config,
     then `from_pretrained`, which builds the model again once the memory of the first is given back. With the
@@ -109,7 +111,10 @@ def fork_pretrained(
 
 
 def report_of(model: nn.Module) -> ForkReport | None:
-    """How a model of `fork_pretrained` got its weights, and the seed that gives them; None of any other."""
+    """How a `model` of `fork_pretrained` got its weights, and the seed that gives them; None of any other.
+
+    Runs on the target, at any time. Never raises: also a copy of such a model is another one.
+    """
     held = vars(model).get(ATTRIBUTE)
     return held.report if isinstance(held, _Forked) else None
 

@@ -53,8 +53,10 @@ def fork(
     setting `cold_start` ``own`` nobody is waited for. When nothing else works, or the deadline
     passed, each of these ways is tried here in that order.
 
-    `planner` (URL) and `deadline` (seconds) override the settings. Tensors whose names match a pattern
-    in `exclude` are neither read nor given.
+    `planner` (URL) and `deadline` (seconds) override `settings`, which are those of the environment where
+    none are given. `rank` says which part of a model this process holds; without one, all of it. Tensors
+    whose names match a pattern in `exclude` (of `fnmatch`) are neither read nor given. `on_progress` is told
+    how it goes, and the image's size in bytes, about four times a second, on a thread of rfork's.
 
     Raises NothingLeft when nothing worked, and UserError kinds for what the caller got wrong; the
     module's content is then undefined. It is never half filled and returned as a success.
@@ -120,8 +122,16 @@ def seed(
     digests them anew and gives them from then on (`Seed.updating`). On leaving, readers get
     `settings.drain_s` seconds to finish.
 
+    Forks meet it under the name `model`. `planner` (URL) overrides `settings`, which are those of the
+    environment where none are given; `rank` says which part of a model this is, without one all of it;
+    tensors whose names match a pattern in `exclude` (of `fnmatch`) are not given, and a fork has to exclude
+    them too.
+
     Who serves meanwhile puts each step of that into ``with giving.serving():``: readers are then held back
     as far as the steps would take longer for them (`Settings.latency_setpoint`).
+
+    Raises UnsupportedTensor for a tensor that has no bytes to give, and where there is none at all; PortInUse
+    where a port of the settings is taken. A planner that does not answer is no error: it is told later.
     """
     chosen = settings_of(settings, planner=planner)
     image = capture(module, exclude=exclude)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from rfork import settings as options
-from rfork.engines.blueprint import Blueprint, naming
+from rfork.engines.blueprint import Blueprint
+from rfork.engines.pretrained_config import model_errors
 from rfork.errors import CheckpointError, ModelError
 from rfork.fork.fallback import Fallback, checkpoint_fallback, engine_fallback
 from rfork.settings import StorageSettings
@@ -78,7 +79,7 @@ def loaded_model(folder: Path) -> PreTrainedModel:
 
 def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of `folder`. Raises ModelError."""
-    with naming(folder):
+    with model_errors(folder):
         from transformers import AutoTokenizer
 
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -3,17 +3,26 @@
 What this instance could read by itself is said only once the planner knows of nobody to read from: a
 fork that has sources then never waits for a disk. Where they changed their weights it is said `patience_s`
 seconds later: by then they may give others.
+
+As long as the fork has nothing to read from, a planner that does not answer is asked again, for so long as
+disk is not the better choice: one that is away (it restarts, or another replica takes its place) for
+`AWAY_S`; one that is silent once more. It may have the fork wait for others that were announced, and the same
+fork asking again takes its own place among them.
 """
 
 from __future__ import annotations
 
 import time
+from typing import Final, Literal
+
+import httpx
 
 from rfork.control.client import PlannerClient
-from rfork.errors import NoSource, RforkError, SourceChanged
+from rfork.errors import NoSource, PlannerRefused, PlannerUnreachable, RforkError, SourceChanged
 from rfork.fork.cold import Offers
+from rfork.fork.deadline import Deadline
 from rfork.fork.explain import explain_mismatch
-from rfork.fork.report import Stopwatch
+from rfork.fork.stopwatch import Stopwatch
 from rfork.logs import logger
 from rfork.peer.base import Dial
 from rfork.seed.seed import Seed
@@ -24,6 +33,17 @@ log = logger(__name__)
 
 COMPARE_S = 1.0
 """Most seconds for a word on why no seed fits, while those that wait for this instance's storage wait."""
+AWAY_S: Final = 2.0
+"""How long a planner may be away before the first plan, or `Settings.patience_s` if that is less. So much it
+costs where there is none any more, before the fallback begins."""
+PAUSE_S: Final = 0.2
+AWAY: Final = (
+    httpx.codes.TOO_MANY_REQUESTS,
+    httpx.codes.BAD_GATEWAY,
+    httpx.codes.SERVICE_UNAVAILABLE,
+    httpx.codes.GATEWAY_TIMEOUT,
+)
+"""Statuses of a planner whose store is away, that has too much to do, or that a proxy does not find."""
 
 
 class Asking:
@@ -38,6 +58,7 @@ class Asking:
         dial: Dial,
         settings: Settings,
         watch: Stopwatch,
+        deadline: Deadline,
     ) -> None:
         self._fork_id = fork_id
         self._planner = planner
@@ -46,12 +67,15 @@ class Asking:
         self._dial = dial
         self._settings = settings
         self._watch = watch
+        self._deadline = deadline
         self.reasons: list[RforkError] = []
         """Why this instance was sent to its own storage; the last says it best."""
         self._compared: set[str] = set()
         self._named = False
         """Whether the last plan with routes named the weights."""
         self._open_from = 0.0
+        self._planned = False
+        """Whether there was ever anything to read from."""
 
     def __call__(self, faults: tuple[SourceFault, ...], current: tuple[Share, ...]) -> Plan:
         """The planner's plan. Raises as `PlannerClient.ask`, and NoSource where all hold other layouts."""
@@ -64,6 +88,7 @@ class Asking:
             plan = self._ask((), current)
             if plan.storage:
                 self.reasons.append(NoSource(f"{before}: {plan.reason}, for all that wait"))
+        self._planned = self._planned or bool(plan.routes or plan.storage)
         if plan.routes:
             self._named = plan.weights_id is not None
         if plan.other_layout is not None:
@@ -76,7 +101,30 @@ class Asking:
             fork_id=self._fork_id, instance=self._seed.report(), faults=faults, current=current
         )
         with self._watch.phase("plan"):
-            return self._planner.ask(request)
+            # Who reads already goes on with that, and asks again by itself.
+            return self._planner.ask(request) if self._planned else self._ask_patiently(request)
+
+    def _ask_patiently(self, request: ForkRequest) -> Plan:
+        """Ask until the planner answers, or has been away or silent for too long."""
+        away_since: float | None = None
+        silences, patience_s = 0, min(AWAY_S, self._settings.patience_s)
+        while True:
+            try:
+                return self._planner.ask(request)
+            except (PlannerUnreachable, PlannerRefused) as error:
+                now, failure = time.monotonic(), _failure(error)
+                if failure is None or now >= self._deadline.at:
+                    raise
+                if failure == "silent":
+                    silences += 1
+                    hopeless, pause_s = silences > 1 or not patience_s, 0.0
+                else:
+                    away_since = now if away_since is None else away_since
+                    hopeless, pause_s = now - away_since >= patience_s, PAUSE_S
+                if hopeless:
+                    raise
+                log.info("the planner is asked again", because=str(error))
+            time.sleep(min(pause_s, max(0.0, self._deadline.at - time.monotonic())))
 
     def _open(self) -> bool:
         with self._watch.phase("offer"):
@@ -93,3 +141,10 @@ class Asking:
             raise difference
         self.reasons.append(difference)
         log.warning("read from storage, since no seed fits", detail=str(difference))
+
+
+def _failure(error: PlannerUnreachable | PlannerRefused) -> Literal["away", "silent"] | None:
+    """Whether the same request may be answered a little later; None: the planner refuses it."""
+    if isinstance(error, PlannerRefused):
+        return "away" if error.status in AWAY else None
+    return "silent" if error.silent else "away"

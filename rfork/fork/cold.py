@@ -27,6 +27,7 @@ from rfork.seed.holding import seal
 from rfork.seed.seed import Seed
 from rfork.storage.attempt import Attempt
 from rfork.storage.base import Storage, name_of, offer_of
+from rfork.tracing import OFF, Tracer
 from rfork.wire import StorageOffer, StorageRead
 
 log = logger(__name__)
@@ -60,6 +61,7 @@ class Offers:
         patience_s: float,
         exclude: Sequence[str] = (),
         elsewhere: Callable[[Fallback], None] | None = None,
+        tracer: Tracer = OFF,
     ) -> None:
         """`exclude` is what the image leaves out of the module; see `capture`. No `derived`, no ways.
 
@@ -78,6 +80,7 @@ class Offers:
         self._patience_s = patience_s
         self._exclude = exclude
         self._elsewhere = elsewhere
+        self._tracer = tracer
         self._lock = threading.Lock()
         self._opened = False
         self._chunked: dict[tuple[StorageKind, str], Storage] = {}
@@ -131,6 +134,16 @@ class Offers:
 
     def load_whole(self, read: StorageRead) -> Manifest:
         """Fill the module by a loader, and digest it. Raises RforkError kinds, or Rebound."""
+        span = self._tracer.begin("read from storage", source=name_of(read.kind, read.uri))
+        try:
+            return self._load_whole(read)
+        except RforkError as error:  # not Rebound: that one is loaded
+            span.fail(error)
+            raise
+        finally:
+            span.end()
+
+    def _load_whole(self, read: StorageRead) -> Manifest:
         self.open()
         way = self._whole.get((read.kind, read.uri))
         if way is None:

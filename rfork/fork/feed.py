@@ -22,11 +22,13 @@ from rfork.errors import (
 )
 from rfork.fork.deadline import Deadline
 from rfork.fork.giver import Listener
+from rfork.fork.reading import Reading
 from rfork.image import ranges
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.peer.base import Dial, Peer, Progress
 from rfork.settings import Settings
+from rfork.tracing import within
 from rfork.transport.base import Reader, Transport
 from rfork.wire import Lease, Route
 
@@ -52,11 +54,13 @@ class Feed:
         settings: Settings,
         listener: Listener,
         deadline: Deadline,
+        reading: Reading | None = None,
     ) -> None:
         self.source_id = self.instance_id = route.source_id
         self.host = route.placement.host
         self.address = route.address
         self.transport = ""
+        self.reading = reading or Reading()
         self.read_at: float | None = None
         """When the storage that the source, or whom it waits for, reads last gave something."""
         self.relayed = False
@@ -94,6 +98,7 @@ class Feed:
         if self._reader is None:
             raise SourceGone(f"{self.address}: the channel is closed")
         self._reader.read(begin, end, deadline)
+        self.reading.came(end - begin)
 
     def close(self) -> None:
         """Drop all connections; the source sees the stream end and takes the reader's place back."""
@@ -102,6 +107,7 @@ class Feed:
             self._reader.close()
         if self._peer is not None:
             self._peer.close()
+        self.reading.end(self.transport)
 
     def join(self) -> None:
         """Wait until the feed's thread has ended; after `close`."""
@@ -109,7 +115,8 @@ class Feed:
 
     def _run(self) -> None:
         try:
-            self._follow()
+            with within(self.reading.span.context):
+                self._follow()
         except RforkError as error:
             if not self._closed.is_set():
                 self._listener.on_failure(self, error)

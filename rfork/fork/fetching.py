@@ -61,6 +61,9 @@ def fetch_reported(
     All of it takes `Settings.deadline_s` at most, asking for the layout included.
     """
     until = time.monotonic() + settings.deadline_s
+    # What passes through maps nothing: its source would keep files of the chunks ever after, laid out for a
+    # reader that has gone and not for the instances to come.
+    settings = settings.model_copy(update={"shared_memory": "copy"})
     with connect() as planner:
         layout = _layout(planner, holder, settings, until)
     if check is not None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from rfork.errors import RforkError, TransportUnusable
+from rfork.fork.reading import Reading
 from rfork.image.manifest import Manifest
 from rfork.image.ranges import Range
 
@@ -24,6 +25,7 @@ class Giver(Protocol):
     host: str
     address: str
     transport: str
+    reading: Reading
     relayed: bool
     """Whether `read_at` is of somebody that it waits for, and not its own."""
     advanced_at: float

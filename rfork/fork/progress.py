@@ -11,12 +11,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from rfork.control.client import PlannerClient
 from rfork.errors import PlannerRefused, PlannerUnreachable
 from rfork.fork.puller import Puller
+from rfork.fork.report import transports_of
+from rfork.fork.stopwatch import Stopwatch
 from rfork.image.board import ChunkBoard
 from rfork.logs import logger
+from rfork.tracing import TraceContext, here, within
 from rfork.wire import ForkProgress
 
 log = logger(__name__)
@@ -62,6 +66,7 @@ class Reporter:
         planner: PlannerClient,
         puller: Puller,
         board: ChunkBoard,
+        watch: Stopwatch,
         on_progress: OnProgress | None,
     ) -> None:
         self.meter = Meter()
@@ -69,13 +74,15 @@ class Reporter:
         self._planner = planner
         self._puller = puller
         self._board = board
+        self._watch = watch
         self._on_progress = on_progress
         self._done = threading.Event()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Report while the block runs, and once more at its end."""
-        thread = threading.Thread(target=self._run, name="rfork-progress", daemon=True)
+        work = partial(self._work, here())
+        thread = threading.Thread(target=work, name="rfork-progress", daemon=True)
         thread.start()
         try:
             yield
@@ -84,6 +91,10 @@ class Reporter:
             # A planner that does not answer must not hold up a fork that is done.
             thread.join(PROGRESS_S)
 
+    def _work(self, trace: TraceContext | None) -> None:
+        with within(trace):
+            self._run()
+
     def _run(self) -> None:
         began = told_at = time.monotonic()
         self.meter.add(began, 0)
@@ -91,11 +102,15 @@ class Reporter:
             last = self._done.wait(LOOK_S)
             now = time.monotonic()
             self.meter.add(now, self._puller.bytes_read)
+            shares = self._puller.shares
             progress = ForkProgress(
                 verified=self._board.verified,
                 bytes_read=self._puller.bytes_read,
                 bytes_per_s=self._puller.bytes_read / max(now - began, 1e-9),
-                sources={share.source_id: share.verified_bytes for share in self._puller.shares},
+                sources={share.source_id: share.verified_bytes for share in shares},
+                link_bytes_per_s=self.meter.best,
+                transports=transports_of(shares),
+                phases={phase: round(seconds, 4) for phase, seconds in self._watch.phases.items()},
             )
             self._show(progress)
             if last:

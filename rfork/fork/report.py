@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from rfork import fields
+from rfork.fork.stopwatch import Stopwatch
 from rfork.storage.base import name_of
+from rfork.tracing import Span, here
 from rfork.wire import ForkFinish, source_kind
 
 if TYPE_CHECKING:
@@ -54,18 +54,24 @@ class Pulled:
 class ForkReport:
     """How one rank got its weights. Sizes in bytes, times in seconds.
 
+    `fork_id` and `instance_id` are what the planner knows this fork and this process by, `model` the name
+    they met under. `layout_id` names which tensors the image has, `weights_id` their bytes; it has
+    `image_bytes` in `chunks` chunks, of which `chunks_verified` were compared with a digest.
     `outcome` is ``forked`` where the planner's plan gave every chunk (from peers or, where it elected
     this instance, from its own storage), ``fallback`` where this instance loaded them by itself after all.
-    `seconds` is the whole call; `phases` its parts (capture, offer, plan, transfer, resume, fallback,
-    digest).
+    `seconds` is the whole call; `phases` its parts (capture, offer, plan, transfer, fallback, digest), each
+    second in one of them, and `resume`, which goes on beside the transfer.
     `bytes_read` counts the chunks that arrived, right or wrong, `bytes_repeated` those that had to be
     asked for again; `storage_bytes` is what this instance read from storage, for those that waited
     behind it or as its fallback (which counts as the whole image, besides what was read before).
     `resumed_bytes` were still here from a process that died before it had all (setting `resume`); they
     count in none of the others.
-    `efficiency` is the transfer's rate over the best rate that it had for about a second, None where it
-    was too short to tell. `reasons` has one line for each failure on the way. `seed` is this process's
-    giving side, still open: close it, or leave it to the end of the process.
+    `link_bytes_per_s` is the best rate that the transfer had for about a second, `efficiency` its own rate
+    over that; None where it was too short to tell. `sources` has what each source gave, most first;
+    `replans` counts the plans after the first; `fallback` is what was loaded instead of a fork, if anything
+    was. `reasons` has one line for each failure on the way. `trace_id` is that of its spans, where these are
+    sent to a collector. `seed` is this process's giving side, still open:
+    close it, or leave it to the end of the process.
     """
 
     fork_id: str
@@ -83,9 +89,11 @@ class ForkReport:
     bytes_repeated: int = 0
     replans: int = 0
     sources: tuple[SourceShare, ...] = ()
+    link_bytes_per_s: float | None = None
     efficiency: float | None = None
     fallback: str | None = None
     reasons: tuple[str, ...] = ()
+    trace_id: str | None = None
     seed: Seed | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -114,6 +122,22 @@ class ForkReport:
             "resumed_bytes": self.resumed_bytes,
             "gb_per_s": self.gb_per_s,
         }
+
+    def describe(self, span: Span) -> None:
+        """Have the fork's span say what the report does."""
+        span.set(
+            outcome=self.outcome,
+            bytes=self.image_bytes,
+            chunks=self.chunks,
+            bytes_read=self.bytes_read,
+            bytes_repeated=self.bytes_repeated,
+            replans=self.replans,
+            gb_per_s=round(self.gb_per_s, 3),
+            link_bytes_per_s=self.link_bytes_per_s,
+            efficiency=self.efficiency,
+            fallback=self.fallback,
+            reasons=self.reasons,
+        )
 
     def line(self) -> str:
         """The report on one line, for logs and terminals."""
@@ -156,10 +180,20 @@ def with_read(
     return tuple(sorted(by_name.values(), key=lambda share: -share.verified_bytes))
 
 
+def transports_of(shares: Sequence[SourceShare]) -> dict[str, str]:
+    """The transport by which each peer was read last; of many peers those that gave most."""
+    peers = [
+        share for share in shares if source_kind(share.source_id) == "peer" and share.source_id != RESUME
+    ]
+    peers.sort(key=lambda share: -share.verified_bytes)
+    return {share.source_id: share.transport for share in peers[: fields.MOST_TRANSPORTS]}
+
+
 def finish_of(
     outcome: fields.Outcome,
-    seconds: float,
+    watch: Stopwatch,
     pulled: Pulled,
+    link_bytes_per_s: float | None,
     reasons: Sequence[BaseException],
     report: ForkReport | None,
 ) -> ForkFinish:
@@ -167,33 +201,28 @@ def finish_of(
     sources = report.sources if report is not None else pulled.sources
     return ForkFinish(
         outcome=outcome,
-        seconds=seconds,
+        seconds=watch.seconds,
         bytes_read=pulled.bytes_read,
         # What was still here was given by nobody.
         sources={share.source_id: share.verified_bytes for share in sources if share.source_id != RESUME},
         fallback=report.fallback if report is not None else None,
         efficiency=report.efficiency if report is not None else None,
         reasons=tuple(f"{type(error).__name__}: {error}" for error in reasons),
+        bytes_repeated=pulled.bytes_repeated,
+        replans=pulled.replans,
+        link_bytes_per_s=link_bytes_per_s,
+        transports=transports_of(sources),
+        phases=phases_of(watch, pulled),
     )
 
 
-class Stopwatch:
-    """Collects the seconds of named phases; a phase entered twice adds up."""
+def own_trace() -> str | None:
+    """The trace that this thread works for, where that is sent to a collector."""
+    context = here()
+    return context.trace_id if context is not None and context.sampled else None
 
-    def __init__(self) -> None:
-        self.began = time.monotonic()
-        self.phases: dict[str, float] = {}
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since the stopwatch was made."""
-        return time.monotonic() - self.began
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the `with` block as part of phase `name`."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - began
+def phases_of(watch: Stopwatch, pulled: Pulled) -> dict[str, float]:
+    """Seconds by phase, to a tenth of a millisecond."""
+    resumed = {"resume": pulled.resume_s} if pulled.resume_s else {}
+    return {phase: round(seconds, 4) for phase, seconds in (resumed | watch.phases).items()}

@@ -33,7 +33,8 @@ from rfork.fork.opening import Opening
 from rfork.fork.progress import Meter, OnProgress, Reporter
 from rfork.fork.puller import Puller
 from rfork.fork.replacing import Replacing
-from rfork.fork.report import ForkReport, Pulled, Stopwatch, finish_of, with_read
+from rfork.fork.report import ForkReport, Pulled, finish_of, own_trace, phases_of, with_read
+from rfork.fork.stopwatch import Stopwatch
 from rfork.image.board import ChunkBoard
 from rfork.image.capture import capture
 from rfork.image.memory import Image
@@ -42,6 +43,8 @@ from rfork.peer.base import Dial
 from rfork.peer.server import PeerServer, ServePeer
 from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
+from rfork.tracing import Tracer
+from rfork.tracing import tracer as process_tracer
 from rfork.transport.base import Transport
 
 log = logger(__name__)
@@ -69,7 +72,9 @@ class ForkSession:
         on_progress: OnProgress | None = None,
         exclude: Sequence[str] = (),
         serve_peer: ServePeer = PeerServer,
+        tracer: Tracer | None = None,
     ) -> None:
+        """`tracer`: this process's, unless it is given. Raises what `rfork.tracing.tracer` raises."""
         self._module = module
         self._identity = identity
         self._settings = settings
@@ -81,7 +86,8 @@ class ForkSession:
         self._exclude = exclude
         self._serve_peer = serve_peer
         self._fork_id = uuid4().hex
-        self._watch = Stopwatch()
+        self._tracer = tracer or process_tracer()
+        self._watch = Stopwatch(self._tracer)
         self._meter = Meter()
         self._puller: Puller | None = None
         self._sent_by: Sequence[RforkError] = ()  # why it was sent to its own storage
@@ -94,6 +100,16 @@ class ForkSession:
         undefined, and what a loader raised that builds a model of its own. On any exception the giving side
         is closed and the planner told.
         """
+        rank = self._identity.rank
+        with self._tracer.span(
+            "fork", fork=self._fork_id, instance=self._identity.instance_id, host=self._settings.host,
+            model=self._identity.model, rank=rank.key, data_parallel_rank=rank.dp,
+        ) as span:  # fmt: skip
+            report = self._run()
+            report.describe(span)
+            return report
+
+    def _run(self) -> ForkReport:
         with self._watch.phase("capture"):
             image = capture(self._module, exclude=self._exclude)
             if not image.layout.image_bytes:
@@ -112,6 +128,7 @@ class ForkSession:
             board=board,
             planner=self._planner,
             serve_peer=self._serve_peer,
+            tracer=self._tracer,
         ).start()
         reasons: list[RforkError] = []
         keeper = Keeper(self._settings.resume, self._identity, image, board)
@@ -154,8 +171,10 @@ class ForkSession:
             keeper.halt()
             # Whoever reads from this relay must not see what the fallback writes over it.
             seed.fence()
-            with self._watch.phase("fallback"):
+            with self._watch.phase("fallback") as span:
+                span.set(because=f"{error.kind}: {error}")
                 way = fall_back(self._module, derived, self._fallbacks, reasons, replacing.load)
+                span.set(source=way.name)
         seed.storage = ()
         if replacing.done:
             gives = replacing.gives
@@ -184,7 +203,7 @@ class ForkSession:
         reasons: Sequence[RforkError],
     ) -> ForkReport:
         manifest, layout, pulled = seed.manifest, image.layout, self._pulled
-        phases = self._watch.phases | ({"resume": pulled.resume_s} if pulled.resume_s else {})
+        phases = phases_of(self._watch, pulled)
         transfer_s = phases.get("transfer", 0.0)
         fetched = layout.image_bytes - pulled.resumed_bytes
         return ForkReport(
@@ -198,16 +217,18 @@ class ForkSession:
             chunks=len(layout.chunks),
             chunks_verified=len(board) if self._settings.verify or way is not None else 0,
             seconds=self._watch.seconds,
-            phases={phase: round(seconds, 4) for phase, seconds in phases.items()},
+            phases=phases,
             bytes_read=pulled.bytes_read,
             bytes_repeated=pulled.bytes_repeated,
             replans=pulled.replans,
             sources=pulled.sources
             if way is None
             else with_read(pulled.sources, way, layout, self._settings.host),
+            link_bytes_per_s=self._meter.best,
             efficiency=self._meter.efficiency(fetched, transfer_s) if way is None else None,
             fallback=way.name if way is not None else None,
             reasons=tuple(f"{error.kind}: {error}" for error in reasons),
+            trace_id=own_trace(),
             seed=seed,
         )
 
@@ -232,7 +253,7 @@ class ForkSession:
         ways = self._fallbacks if shared else ()
         patience_s = min(chosen.storage_stall_s, chosen.deadline_s)
         with Offers(
-            ways, self._module, image, derived, seed, patience_s, self._exclude, replacing.load
+            ways, self._module, image, derived, seed, patience_s, self._exclude, replacing.load, self._tracer
         ) as offers:
             opening = Opening(
                 image,
@@ -242,8 +263,11 @@ class ForkSession:
                 offers,
                 self._identity.instance_id,
                 self._deadline,
+                self._tracer,
             )
-            asking = Asking(self._fork_id, planner, seed, offers, self._dial, chosen, self._watch)
+            asking = Asking(
+                self._fork_id, planner, seed, offers, self._dial, chosen, self._watch, self._deadline
+            )
             self._sent_by = asking.reasons
             puller = self._puller = Puller(
                 image,
@@ -257,7 +281,7 @@ class ForkSession:
                 deadline=self._deadline,
                 spool=keeper.spool,
             )
-            reporter = Reporter(self._fork_id, planner, puller, board, self._on_progress)
+            reporter = Reporter(self._fork_id, planner, puller, board, self._watch, self._on_progress)
             self._meter = reporter.meter
             try:
                 with reporter.running(), self._watch.phase("transfer"):
@@ -271,7 +295,7 @@ class ForkSession:
         """Tell the planner how it ended, which also gives the leases back. Best effort: leases expire."""
         if self._planner is None:
             return
-        finish = finish_of(outcome, self._watch.seconds, self._pulled, reasons, report)
+        finish = finish_of(outcome, self._watch, self._pulled, self._meter.best, reasons, report)
         try:
             self._planner.finish(self._fork_id, finish)
         except (PlannerUnreachable, PlannerRefused) as error:

@@ -106,6 +106,7 @@ class Sources:
             return  # it failed already, and this is the echo on another thread
         self._schedule.fail(feed.source_id)
         self._retire(feed.source_id)
+        feed.reading.fail(error)
         if isinstance(feed, StorageFeed):
             self.fail_storage(feed.source_id, feed.instance_id, error)
             return

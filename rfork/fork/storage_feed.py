@@ -13,6 +13,7 @@ from collections.abc import Callable
 from rfork.errors import RforkError, SourceGone, StorageError
 from rfork.fork.blocks import Blocks
 from rfork.fork.giver import Listener
+from rfork.fork.reading import Reading
 from rfork.image.digest import digest_bytes
 from rfork.image.host_memory import copy_block
 from rfork.image.memory import Image
@@ -42,11 +43,13 @@ class StorageFeed:
         *,
         instance_id: str,
         host: str,
+        reading: Reading | None = None,
     ) -> None:
         self.source_id = self.address = name_of(read.kind, read.uri)
         self.instance_id = instance_id
         self.host = host
         self.transport: str = read.kind
+        self.reading = reading or Reading()
         self.advanced_at = time.monotonic()
         self._plan = read
         self._find = find
@@ -80,6 +83,7 @@ class StorageFeed:
         for at, block in self._blocks.read(storage, begin, end, self._look_ahead):
             with self._image.writable(at, at + block.nbytes) as views:
                 copy_block(block, views)
+        self.reading.came(end - begin)
 
     def _look_ahead(self) -> tuple[list[Range], list[Range]]:
         """What is read of the storage now, and what is read next, as far as it is worth to look."""
@@ -98,6 +102,7 @@ class StorageFeed:
         """Reads under way end at once; what hangs is left behind. The files stay open."""
         self._closed.set()
         self._blocks.close()
+        self.reading.end(self.transport)
 
     def join(self) -> None:
         """Wait until the feed's thread has ended; after `close`."""

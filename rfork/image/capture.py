@@ -32,6 +32,7 @@ NUMBERS = re.compile(r"([0-9]+)")
 def capture(module: nn.Module, *, exclude: Sequence[str] = (), only: Collection[str] | None = None) -> Image:
     """The image of every tensor `module` serves with, less those whose name matches a pattern of `exclude`.
 
+    Runs on both sides: what target and source capture must have one layout.
     Patterns are those of `fnmatch`, as ``*.kv_cache.*``. With `only`, none but the tensors of these names are
     taken, and one that is not there is passed over: the layout tells. Which tensors are found, and under
     what names, is said at `rfork.image.walk.named_tensors`. Copies nothing: the image's bytes are the

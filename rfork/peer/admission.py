@@ -151,10 +151,14 @@ async def _give(message: ResponseMessage, context: Context[RequestMessage, Respo
 
 def token_of(context: Context[RequestMessage, ResponseMessage]) -> str:
     """The lease token that a call shows; empty when it shows none."""
+    return shown(context, "authorization").removeprefix("Bearer ")
+
+
+def shown(context: Context[RequestMessage, ResponseMessage], name: str) -> str:
+    """What a call's metadata has under a name; empty when it has nothing."""
     metadata = {str(key): value for key, value in context.invocation_metadata() or ()}
-    header = metadata.get("authorization", "")
-    text = header if isinstance(header, str) else header.decode("ascii", "replace")
-    return text.removeprefix("Bearer ")
+    value = metadata.get(name, "")
+    return value if isinstance(value, str) else value.decode("ascii", "replace")
 
 
 async def abort(context: Context[RequestMessage, ResponseMessage], error: RforkError) -> NoReturn:

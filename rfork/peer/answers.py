@@ -20,6 +20,7 @@ from rfork.peer.admission import Context
 from rfork.peer.base import Progress
 from rfork.peer.lines import MOST_LINES, LineAnswers
 from rfork.peer.v1 import peer_pb2
+from rfork.tracing import TRACEPARENT, TraceContext, within
 from rfork.transport.base import Endpoint, Line
 
 SERVICE = "rfork.v1.Peer"
@@ -141,11 +142,12 @@ class _Answers:
         """One message: the channel, and how to read on it."""
         address = _address(context.peer())
         # On a thread: a transport may not be ready yet.
-        opening = asyncio.ensure_future(
-            asyncio.to_thread(
-                self._host.open_channel, fork_id, request.layout_id, list(request.transports), address
+        with within(TraceContext.parse(admission.shown(context, TRACEPARENT))):
+            opening = asyncio.ensure_future(
+                asyncio.to_thread(
+                    self._host.open_channel, fork_id, request.layout_id, list(request.transports), address
+                )
             )
-        )
         try:
             channel_id, endpoint = await asyncio.shield(opening)
         except asyncio.CancelledError:

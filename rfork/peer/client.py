@@ -17,6 +17,7 @@ from rfork.peer.base import Progress
 from rfork.peer.lines import LARGEST_MESSAGE, End
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
 from rfork.settings import TlsSettings
+from rfork.tracing import carrier
 from rfork.transport.base import Endpoint, Line, TokenSource
 from rfork.transport.tls import client_context
 
@@ -126,7 +127,7 @@ class PeerClient:
         self._channel.close()
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        return (("authorization", f"Bearer {self._token()}"),)
+        return (("authorization", f"Bearer {self._token()}"), *carrier().items())
 
     def _call(self, call: Callable[[], Answer]) -> Answer:
         try:

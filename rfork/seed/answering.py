@@ -16,12 +16,14 @@ from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.seed.channels import Channels
+from rfork.seed.given import Given
 from rfork.seed.governor import Governor
 from rfork.seed.latency import FLOOR_RATE, LatencyGuard
 from rfork.seed.leases import LeaseBook
 from rfork.seed.pacing import Pacing
 from rfork.seed.suspending import Suspending
 from rfork.settings import Settings
+from rfork.tracing import Tracer
 from rfork.transport.base import Endpoint, Gate, Line, Transport
 from rfork.wire import Rank
 
@@ -61,13 +63,15 @@ class Answering(Suspending):
         transports: Sequence[Transport],
         board: ChunkBoard | None,
         manifest: Manifest | None,
+        tracer: Tracer,
     ) -> None:
         super().__init__(image, board, manifest, transports)
         self.identity = identity
         self.settings = settings
         self.given_bytes = 0
         self._leases = LeaseBook(identity.instance_id, settings.max_readers, clock=time.time)
-        self._channels = Channels(self._leases, self._exports, self._tell)
+        self._given = Given(tracer, lambda: self._governor.held, identity.instance_id)
+        self._channels = Channels(self._leases, self._exports, self._tell, self._given)
         self._latency = LatencyGuard(settings.latency_setpoint, floor=self._floor)
         self._governor = Governor(settings.egress_rate, self._latency, part=self._part_granted)
         self._pacing: Pacing | None = None
@@ -102,6 +106,7 @@ class Answering(Suspending):
         granted = self._governor.grant(most, fork_id)
         with self._lock:
             self.given_bytes += granted
+        self._given.add(fork_id, granted)
         return granted
 
     def etag(self) -> str:

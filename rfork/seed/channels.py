@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 from rfork.errors import SourceChanged
 from rfork.logs import logger
+from rfork.seed.given import Given
 from rfork.seed.leases import LeaseBook
+from rfork.tracing import OFF, Span
 from rfork.transport.base import Endpoint, Exporter, Line
 
 SWEEP_S = 0.5
@@ -31,17 +33,24 @@ class Way:
     fork_id: str
     transport: str
     exporter: Exporter
+    span: Span
 
 
 class Channels:
     """Opens and ends channels on `exporters` (by transport). `ended` is called after some were swept."""
 
     def __init__(
-        self, leases: LeaseBook, exporters: Mapping[str, Exporter], ended: Callable[[], None]
+        self,
+        leases: LeaseBook,
+        exporters: Mapping[str, Exporter],
+        ended: Callable[[], None],
+        given: Given | None = None,
     ) -> None:
+        """`given` says of each channel what was given on it."""
         self._leases = leases
         self._exporters = exporters
         self._ended = ended
+        self._given = given or Given(OFF, lambda: None)
         self._lock = threading.Lock()
         self._ways: dict[str, Way] = {}  # by channel
         self._ended_ways: deque[Way] = deque()  # whose readers have still to be let out
@@ -60,6 +69,9 @@ class Channels:
         self._woken.set()
         if self._sweeper.ident is not None:
             self._sweeper.join()
+        with self._lock:
+            for way in self._ways.values():
+                self._given.end(way.fork_id, way.span)
 
     def open(self, fork_id: str, transport: str, address: str) -> tuple[str, Endpoint]:
         """A channel for the reader at this IP address, on this transport.
@@ -73,7 +85,8 @@ class Channels:
         # All under the lock: a lease that ends meanwhile is then swept once its way in is known.
         with self._lock:
             channel_id = self._leases.open(fork_id)
-            self._ways[channel_id] = Way(channel_id, fork_id, transport, exporter)
+            span = self._given.begin(fork_id, transport, address)
+            self._ways[channel_id] = Way(channel_id, fork_id, transport, exporter, span)
             try:
                 exporter.let_in(channel_id, address)
                 return channel_id, exporter.endpoint()
@@ -113,6 +126,7 @@ class Channels:
         self._leases.close(channel_id)
         way = self._ways.pop(channel_id, None)
         if way is not None:
+            self._given.end(way.fork_id, way.span)
             self._ended_ways.append(way)
             self._woken.set()
 

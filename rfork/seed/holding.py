@@ -138,8 +138,7 @@ class Holding:
         Returns once no thread of an exporter reads the image any more; a reader that does not take what it
         asked for is cut for that. One-sided transports (transfer_engine) read without this process: their
         channels end and their connections are cut, and what still comes over (RDMA) is found out by its
-        digest. `reseal` gives the weights again;
-        `updating` does both.
+        digest. `reseal` gives the weights again; `updating` does both.
         """
         with self._changing:
             self._clear()

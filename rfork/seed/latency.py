@@ -19,7 +19,6 @@ The rate never falls below `floor`: what is slowed down must not look stalled.
 from __future__ import annotations
 
 import math
-import statistics
 import threading
 import time
 from collections import deque
@@ -28,23 +27,15 @@ from types import TracebackType
 from typing import Final, Self
 
 from rfork.image.chunks import MIB
+from rfork.seed.baseline import WORST, Baseline
 
 FIRST_RATE: Final = 64 * MIB
 """Bytes a second to begin with, for whoever was not giving while it served."""
 MOST_RATE: Final = 8 << 30
 FLOOR_RATE: Final = 8 * MIB
 
-WORST: Final = 4.0
-"""A unit counts as no more than so many usual ones: one pause of seconds says little about giving."""
 HALF: Final = 0.5
 """No unit lowers the rate by more."""
-MOST_GAIN, LEAST_GAIN = 0.5, 0.05
-NOISE: Final = 0.005
-"""Gain times variance, in means: chance alone then moves the rate by no more than a factor of two or so."""
-
-BASELINE_UNITS, KEPT_UNITS, FEWEST_UNITS, MISFITS = 256, 32, 8, 7
-BASELINE_S: Final = 10.0
-"""Older units count for nothing, as long as there are KEPT_UNITS newer ones."""
 WAITING_UNITS: Final = 1024
 
 IDLE_S: Final = 0.5
@@ -205,55 +196,6 @@ class LatencyGuard:
         if ended <= self._loud_since:
             return False  # it ended before the last loud time, and of those before nothing is known any more
         return began >= self._loud_until
-
-
-class Baseline:
-    """What units take while nobody reads: the newest of them. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self.known = False
-        self.mean = 0.0
-        """Seconds; of each unit at most WORST usual ones."""
-        self.gain = LEAST_GAIN
-        self._units: deque[tuple[float, float, bool]] = deque(maxlen=BASELINE_UNITS)
-        self._most = math.inf
-        self._usual = (0.0, math.inf)
-
-    def slowness(self, seconds: float) -> float:
-        """How long a unit took, in means."""
-        return min(seconds, self._most) / self.mean
-
-    def add(self, at: float, seconds: float, *, resting: bool) -> None:
-        """One more unit; where nearly all of the newest are unusual, they begin another baseline.
-
-        `resting`: there are readers, who are held to the floor. What these units take compares best with what
-        they take otherwise; those before the readers came were beside their coming, or long ago.
-        """
-        self._units.append((at, max(seconds, 1e-9), resting))
-        if not self.known or len(self._units) <= FEWEST_UNITS:
-            return
-        newest = sorted(self._units[-index][1] for index in range(1, FEWEST_UNITS + 1))
-        low, high = self._usual
-        if newest[MISFITS - 1] < low or newest[-MISFITS] > high:
-            while len(self._units) > FEWEST_UNITS:
-                self._units.popleft()
-
-    def measure(self, now: float) -> bool:
-        """Take in what was added; whether it is known only now."""
-        while len(self._units) > KEPT_UNITS and now - self._units[0][0] > BASELINE_S:
-            self._units.popleft()
-        if len(self._units) < FEWEST_UNITS:
-            return False
-        rested = [seconds for _, seconds, resting in self._units if resting]
-        ordered = sorted(rested if len(rested) >= KEPT_UNITS else [unit[1] for unit in self._units])
-        self._most = WORST * ordered[len(ordered) // 2]
-        self._usual = ordered[len(ordered) // 8], ordered[-1 - len(ordered) // 8]
-        cut = [min(seconds, self._most) for seconds in ordered]
-        self.mean = statistics.fmean(cut)
-        variance = statistics.pvariance(cut, self.mean) / self.mean**2
-        self.gain = max(LEAST_GAIN, min(MOST_GAIN, NOISE / max(variance, 1e-9)))
-        first, self.known = not self.known, True
-        return first
 
 
 class Unit:

@@ -25,6 +25,8 @@ from rfork.seed.answering import Identity as Identity
 from rfork.seed.latency import Unit
 from rfork.seed.pacing import Pacing
 from rfork.settings import Settings
+from rfork.tracing import Tracer
+from rfork.tracing import tracer as process_tracer
 from rfork.transport.base import Transport
 from rfork.wire import InstanceAck, InstanceReport, Placement, StorageOffer
 
@@ -33,7 +35,7 @@ class Seed(Answering):
     """Gives one image to whoever holds a lease. Use as a context manager, or `start` and `close`.
 
     Implements the transports' `Gate` and the peer service's `PeerHost`. `planner` is the seed's own:
-    closed with it.
+    closed with it. `tracer`: this process's, unless it is given.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class Seed(Answering):
         manifest: Manifest | None = None,
         planner: PlannerClient | None = None,
         serve_peer: ServePeer = PeerServer,
+        tracer: Tracer | None = None,
     ) -> None:
-        super().__init__(image, identity, settings, transports, board, manifest)
+        super().__init__(image, identity, settings, transports, board, manifest, tracer or process_tracer())
         self.storage: tuple[StorageOffer, ...] = ()
         """What this instance could read by itself, as the planner is told."""
         self._serve_peer = serve_peer

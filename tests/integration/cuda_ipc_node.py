@@ -19,7 +19,7 @@ from rfork.seed.readings import Readings
 from rfork.settings import Settings
 from rfork.transport.base import Endpoint
 from rfork.transport.cuda_ipc import CudaIpcTransport
-from rfork.transport.cuda_ipc.driver import is_kind
+from rfork.transport.cuda_ipc.driver import KINDS, Kind
 from rfork.transport.cuda_ipc.exporter import CudaIpcExporter
 from tests.fake_cuda import FakeDriver, FakeMemory, image_in
 from tests.transport_contract import TOKEN, soon
@@ -83,10 +83,9 @@ def _say(message: dict[str, object]) -> None:
 
 
 def _source(sizes: Sequence[int], on_host: Sequence[int], kind: str, align: int, settings: Settings) -> None:
-    if not is_kind(kind):
-        raise ValueError(kind)
+    kinds: dict[str, Kind] = {each: each for each in KINDS}
     memory = FakeMemory()
-    image = image_in(memory, sizes, on_host=on_host, filled=True, kind=kind, align=align)
+    image = image_in(memory, sizes, on_host=on_host, filled=True, kind=kinds[kind], align=align)
     gate = FencedGate()
     exporter = CudaIpcTransport(settings, lambda: FakeDriver(memory)).export(image, gate)
     _say(told(exporter.endpoint()))

@@ -19,7 +19,9 @@ from rfork.image.capture import capture
 from rfork.image.proof import image_sha256
 from rfork.settings import Settings
 from tests.conftest import StartRfork
+from tests.fault_proxy import FaultProxy
 from tests.processes import RforkProcess
+from tests.storage_faults import Stall
 
 SLOW = str(2 << 20)
 """Bytes a second at which the tiny model (9 MB) takes seconds: time to kill its source."""
@@ -108,7 +110,7 @@ def expected_sha256(tiny_model: Path) -> str:
 
 def in_mid_fork(process: RforkProcess) -> None:
     """Wait until a pull has some bytes, and by far not all."""
-    process.wait_for(r"fork tiny: [23] of")
+    process.wait_for(r"fork tiny: [2-5]\.\d+ MB of")
 
 
 def test_a_fork_between_processes(fleet: Fleet, expected_sha256: str) -> None:
@@ -202,6 +204,20 @@ def test_without_a_planner_the_checkpoint_loads(fleet: Fleet, expected_sha256: s
         report["sha256"],
         reasons[-1].partition(":")[0],
     )
+
+
+def test_a_planner_that_is_silent_at_first_is_asked_again(fleet: Fleet, expected_sha256: str) -> None:
+    """The fork is not given up for one answer that did not come: the next one plans it, under its id."""
+    fleet.seed()
+    with FaultProxy(int(fleet.url.rpartition(":")[2])) as proxy:
+        proxy.script.then(Stall(None), path="POST /v1/forks")
+        patience = {"RFORK_PLANNER_TIMEOUT_S": "1.5"}
+        report = result(fleet.pull("--checkpoint", str(fleet.model), planner=proxy.url, environment=patience))
+        asked = [line for line in proxy.seen("POST /v1/forks") if line == "POST /v1/forks"]
+    (fork,) = fleet.client.forks()
+    assert ("forked", None, expected_sha256, fork.fork_id, 2) == (
+        report["outcome"], report["fallback"], report["sha256"], report["fork_id"], len(asked),
+    )  # fmt: skip
 
 
 def test_whoever_reads_its_own_asks_nobody_to_wait(fleet: Fleet, expected_sha256: str) -> None:

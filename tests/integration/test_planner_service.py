@@ -316,5 +316,5 @@ def test_status_shows_what_a_stranger_needs(rfork_process: StartRfork) -> None:
         planner.ask(ask("b"))
         status = rfork_process("status", "--planner", url)
         assert 0 == status.wait()
-    for text in ("quarantined: ", "from seed good", "0.005 GB"):
+    for text in ("quarantined: ", "from seed good", "5.00 MB"):
         assert text in status.stdout

@@ -31,7 +31,7 @@ READY = r'"event": ?"ready"'
 PATIENCE_S = 60.0
 APART_S = 0.3
 """Between two forks of one scale-up."""
-GATHER_S = "4"
+GATHER_S = "8"
 """The most that there is."""
 TOGETHER = re.compile(r'^rfork_planner_plan_forks_bucket\{le="([0-9.]+)"\} ([0-9.]+)$', re.MULTILINE)
 

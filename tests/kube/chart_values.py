@@ -6,7 +6,11 @@ from typing import Any, Final
 
 BUNDLE: Final = "LS0tLS1CRUdJTg=="
 REDIS: Final = {"planner": {"store": {"redis": {"url": "redis://redis:6379/0"}}}}
-MONITORED: Final = {"monitoring": {"serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}}}
+MONITORED: Final = {
+    "monitoring": {
+        name: {"enabled": True, "labels": {"release": "prometheus"}} for name in ("serviceMonitor", "rules")
+    }
+}
 VALUE_SETS: Final[dict[str, dict[str, Any]]] = {
     "defaults": {},
     "redis": REDIS,

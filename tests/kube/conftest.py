@@ -17,7 +17,7 @@ from lightkube.resources.core_v1 import Namespace
 
 from planner.hooks.kubernetes.api import connect
 from planner.hooks.kubernetes.cluster import Cluster
-from planner.hooks.kubernetes.server import Document
+from planner.hooks.kubernetes.shapes import Document
 from rfork.settings import HookSettings
 from tests.kube.control_plane import ControlPlane, control_plane
 from tests.kube.seeing import Post

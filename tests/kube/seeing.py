@@ -13,7 +13,7 @@ from lightkube.resources.core_v1 import Pod
 
 from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.cluster import Cluster, Listed, News, PodSeen, Put
-from planner.hooks.kubernetes.server import Document
+from planner.hooks.kubernetes.shapes import Document
 
 SOON_S: Final = 60.0
 LABELS: Final = {names.MODEL: "tiny"}

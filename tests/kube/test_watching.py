@@ -24,7 +24,8 @@ from planner.hooks.kubernetes.cluster import (
     Removed,
     WorkloadSeen,
 )
-from planner.hooks.kubernetes.server import ApiServer, Document, Expired, open_server
+from planner.hooks.kubernetes.server import ApiServer, Expired, open_server
+from planner.hooks.kubernetes.shapes import Document
 from rfork.settings import HookSettings
 from tests.kube.control_plane import ControlPlane
 from tests.kube.seeing import LABELS, SOON_S, Post, hearing, pod, put, workload

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rfork.niceness import made_standing_back, stand_back
+from rfork.niceness import stand_back
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a niceness is the process's here")
 
@@ -18,10 +19,16 @@ def nice() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-def test_only_the_threads_that_are_started_stand_back() -> None:
-    """Whoever has them made goes on as before."""
+def standing_back(by: int) -> int:
+    """The niceness of a new thread that stands back."""
+    with ThreadPoolExecutor(1, initializer=stand_back, initargs=(by,)) as threads:
+        return threads.submit(nice).result()
+
+
+def test_only_the_thread_that_stands_back_is_nicer() -> None:
+    """Whoever started it goes on as before."""
     before = nice()
-    assert (min(19, before + 3), before) == (made_standing_back(3, nice), nice())
+    assert (min(19, before + 3), before) == (standing_back(3), nice())
 
 
 def test_where_it_is_forbidden_nothing_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,5 +38,4 @@ def test_where_it_is_forbidden_nothing_breaks(monkeypatch: pytest.MonkeyPatch) -
         raise PermissionError("seccomp")
 
     monkeypatch.setattr(os, "setpriority", refused)
-    stand_back(5)
-    assert nice() == made_standing_back(5, nice)
+    assert nice() == standing_back(5)

@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.applications import Starlette
@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.mutate import mutated
 from planner.hooks.kubernetes.pods import Refused, asks, wanted
+from planner.hooks.kubernetes.shapes import Document
 from planner.hooks.kubernetes.topology import Topology
 from planner.middleware import BodyLimit
 from rfork.errors import SettingsError
@@ -32,7 +33,6 @@ from rfork.fields import told
 from rfork.logs import logger
 from rfork.settings import HookSettings
 
-Document = dict[str, Any]
 Result = Literal["untouched", "injected", "refused", "failed", "malformed"]
 
 API_VERSION: Final = "admission.k8s.io/v1"
@@ -80,6 +80,9 @@ def admission_app(
     log = logger(__name__)
 
     def reviewing(path: str, judge: Judge) -> Route:
+        for result in get_args(Result):  # 0 rather than missing: the first failure is a rise
+            reviews.labels(path, result)
+
         async def answer(request: Request) -> Response:
             body = await request.body()
             began = time.perf_counter()

@@ -52,7 +52,8 @@ from planner.hooks.kubernetes.cluster import (
     WorkloadSeen,
 )
 from planner.hooks.kubernetes.seen import NO_LEASE, lease_seen, node_seen, pod_seen, workload_seen
-from planner.hooks.kubernetes.server import MERGE, STRATEGIC, ApiServer, Document, open_server
+from planner.hooks.kubernetes.server import MERGE, STRATEGIC, ApiServer, open_server
+from planner.hooks.kubernetes.shapes import Document
 from planner.hooks.kubernetes.watching import Kind, follow, merged
 from rfork.settings import HookSettings
 

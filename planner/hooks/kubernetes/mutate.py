@@ -18,26 +18,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import rfork
-from planner.hooks.kubernetes import names
-from planner.hooks.kubernetes.pods import Wanted
+from planner.hooks.kubernetes import files, names
+from planner.hooks.kubernetes.pods import Files, Wanted
+from planner.hooks.kubernetes.shapes import Document
 from planner.hooks.kubernetes.variables import FOLDER, SOCKETS, TLS, covers, environment, python_path
 from rfork.commands import ALLOWLISTS, LOAD_FORMAT, EngineName, allowed, load_format
-from rfork.errors import SettingsError
 from rfork.settings import HookSettings
 
-Document = dict[str, Any]
-"""A JSON object."""
-
-FILES_IN_IMAGE: Final = "/opt/rfork/files"
-"""Where `HookSettings.image` holds rfork's files."""
-FILES_VOLUME: Final = "rfork-files"
-FILES_CONTAINER: Final = "rfork-files"
-FILES_TARGET: Final = "/target"
-"""Where the init container sees the volume: at `FOLDER` it would hide the image's own."""
 SOCKETS_VOLUME: Final = "rfork-sockets"
 TLS_VOLUME: Final = "rfork-tls"
-NOT_ROOT: Final = 65532
-"""Who copies the files in a Pod that runs as root; elsewhere it is whom the Pod, or the image, names."""
 GRACE_S: Final = 30
 """Kubernetes' own terminationGracePeriodSeconds."""
 
@@ -92,7 +81,7 @@ class _Change:
         self._annotations = _object(self.pod["metadata"], "annotations")
         self._again = names.INJECTED in self._annotations
 
-    def files(self, how: str, image: str, image_volumes: bool) -> str | None:
+    def files(self, how: Files, image: str, image_volumes: bool) -> str | None:
         """Bring rfork's files in; the folder that they lie in, None where the image is said to have rfork.
 
         What is in the image is not known here. With ``none`` and an image without rfork the engine ends as
@@ -100,44 +89,11 @@ class _Change:
         """
         if how == "none":
             return None
-        if not image:
-            raise SettingsError(
-                "there is no image of rfork's files to take them from",
-                hint=f"set RFORK_HOOK_IMAGE for the webhook, or {names.FILES}: none if the image has rfork",
-            )
-        if how == "image" and not image_volumes:
-            raise SettingsError(
-                "rfork's files are to come as an image volume, which this cluster is not said to know",
-                hint=f"set {names.FILES}: init, or, from Kubernetes 1.35 on, RFORK_HOOK_IMAGE_VOLUMES=true "
-                "for the webhook",
-            )
-        volume: Document = {"name": FILES_VOLUME}
-        volume |= {"image": {"reference": image}} if how == "image" else {"emptyDir": {}}
-        if self._mounted(volume, FOLDER, read_only=how == "image") and how == "init":
-            _list(self._spec, "initContainers").append(self._copying(image))
-        # The whole image is mounted: a runtime that does not know subPath yet (containerd 2.0) ignores it.
-        return f"{FOLDER}{FILES_IN_IMAGE}" if how == "image" else FOLDER
-
-    def _copying(self, image: str) -> Document:
-        security: Document = {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-            "runAsNonRoot": True,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        }
-        if (self._spec.get("securityContext") or {}).get("runAsUser") == 0:
-            security["runAsUser"] = NOT_ROOT
-        # Requests that are the limits leave a Pod of the class Guaranteed in it.
-        resources = {"cpu": "100m", "memory": "64Mi"}
-        return {
-            "name": FILES_CONTAINER,
-            "image": image,
-            "command": ["cp", "-R", f"{FILES_IN_IMAGE}/.", FILES_TARGET],
-            "resources": {"requests": dict(resources), "limits": dict(resources)},
-            "securityContext": security,
-            "volumeMounts": [{"name": FILES_VOLUME, "mountPath": FILES_TARGET}],
-        }
+        mounted = self._mounted(files.volume(how, image, image_volumes), FOLDER, read_only=how == "image")
+        if mounted and how == "init":
+            by_root = (self._spec.get("securityContext") or {}).get("runAsUser") == 0
+            _list(self._spec, "initContainers").append(files.copying(image, by_root=by_root))
+        return files.folder(how)
 
     def drain(self, seconds: float, files_at: str | None) -> bool:
         """Have the container wait for its readers before it is told to end; False: it does not.

@@ -6,33 +6,25 @@ Runs in the webhook's process, before the API server has checked the document: i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Final, Literal, TypeVar, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
 from planner.hooks.kubernetes import names
-from planner.hooks.kubernetes.shapes import ContainerShape, PodShape
-from rfork.commands import LOAD_FORMAT, SHELLS, EngineName, Served, load_format, served
+from planner.hooks.kubernetes.engine_container import Engine, engine_of, engines_container
+from planner.hooks.kubernetes.shapes import PodShape
 from rfork.errors import SettingsError
 from rfork.fields import ModelName, Text, told
 
-Engine = Literal["vllm", "sglang", "pytorch"]
 Files = Literal["none", "init", "image"]
 SameHost = Literal["true", "false", "ipc"]
 Switch = Literal["true", "false"]
 
 MIRROR: Final = "kubernetes.io/config.mirror"
 """On what the kubelet shows of a static Pod: it runs already, and nothing changes it."""
-DEFAULT_CONTAINER: Final = "kubectl.kubernetes.io/default-container"
-"""Set by webhooks that add sidecars (Istio's): the container that was there before."""
 MOST_DRAIN_S: Final = 3600.0
-OWN_COMMAND: Final = (
-    "write the engine's own command (vllm serve …, sglang serve …, python3 -m sglang.launch_server …) as "
-    f"command and args, or add --load-format rfork yourself and set {names.ENGINE}: pytorch"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +69,8 @@ def wanted(pod: object) -> Wanted | Refused | None:
     """What the Pod asks for, or why it cannot have it; None: nothing. Never raises, whatever the Pod is.
 
     The engine's container is the one that the annotation `names.CONTAINER` names; else the only one whose
-    command starts an engine; else the only one whose image does so by itself (`_by_image`); else the only
-    one there is, or the one that `DEFAULT_CONTAINER` names: for those the annotation `names.ENGINE` has to
+    command starts an engine; else the only one whose image does so by itself; else the only one there is, or
+    the one that `engine_container.DEFAULT_CONTAINER` names: for those the annotation `names.ENGINE` has to
     say what they run. References (``$(NAME)``) in command and args are left to the kubelet.
     """
     if not asks(pod):
@@ -103,126 +95,17 @@ def _read(pod: PodShape) -> Wanted:
         raise SettingsError("rfork runs on Linux only", hint=f"take the label {names.MODEL} off")
     _one_of(annotations, names.INJECT, get_args(Switch))
     engine: Engine | None = _one_of(annotations, names.ENGINE, get_args(Engine))
-    container = _engines_container(pod.spec.containers, annotations, engine)
+    container = engines_container(pod.spec.containers, annotations, engine)
     return Wanted(
         model=_model(pod.metadata.labels, annotations),
         container=container.name,
-        engine=_engine_of(container, engine),
+        engine=engine_of(container, engine),
         snapshot=_snapshot(annotations),
         files=_one_of(annotations, names.FILES, get_args(Files)),
         same_host=_one_of(annotations, names.SAME_HOST, get_args(SameHost)),
         drain_s=_drain_s(annotations),
         required=_one_of(annotations, names.REQUIRED, get_args(Switch)) == "true",
     )
-
-
-def _engines_container(
-    containers: Sequence[ContainerShape], annotations: Mapping[str, str], engine: Engine | None
-) -> ContainerShape:
-    by_name = {container.name: container for container in containers}
-    listed = ", ".join(by_name)
-    if len(by_name) < len(containers):
-        raise SettingsError(f"two of the containers {listed} have one name", hint="give each its own")
-    if (name := annotations.get(names.CONTAINER)) is not None:
-        if name in by_name:
-            return by_name[name]
-        raise SettingsError(
-            f"there is no container {name}", hint=f"{names.CONTAINER} has to name one of {listed}"
-        )
-    if engine != "pytorch":
-        for starting in (
-            [each for each in containers if _served(each) is not None],
-            [each for each in containers if _by_image(each) is not None],
-        ):
-            if len(starting) == 1:
-                return starting[0]
-            if starting:
-                both = " and ".join(each.name for each in starting)
-                raise SettingsError(
-                    f"several containers start an engine ({both})",
-                    hint=f"name one of them in the annotation {names.CONTAINER}",
-                )
-    if len(containers) == 1:
-        return containers[0]
-    if (default := by_name.get(annotations.get(DEFAULT_CONTAINER, ""))) is not None:
-        return default
-    shell = next(
-        (f" ({each.name}: {_why_not(each)})" for each in containers if _starts_with_a_shell(each)), ""
-    )
-    raise SettingsError(
-        f"none of the containers {listed} starts vLLM or SGLang by its command{shell}"
-        if engine != "pytorch"
-        else f"any of the containers {listed} could be meant",
-        hint=f"name the engine's in the annotation {names.CONTAINER}, and, where its command is the image's "
-        f"own, the engine in {names.ENGINE}",
-    )
-
-
-def _engine_of(container: ContainerShape, said: Engine | None) -> Engine:
-    """Which engine the container starts, and that it can be given a load format. Raises SettingsError."""
-    if said == "pytorch":
-        return said
-    found = _served(container)
-    engine: EngineName | None = found.engine if found else said if said else _by_image(container)
-    if said and engine != said:
-        raise SettingsError(
-            f"container {container.name} starts {engine}, and not {said}", hint=f"mend {names.ENGINE}"
-        )
-    if found is None and (engine is None or container.command or _starts_with_a_shell(container)):
-        raise SettingsError(f"container {container.name}: {_why_not(container)}", hint=OWN_COMMAND)
-    if engine is None or not _words(container):
-        raise SettingsError(
-            f"container {container.name} has neither command nor args, and an argument that is added would "
-            "take the place of the image's own",
-            hint="write the engine's arguments as args",
-        )
-    arguments = _words(container)[found.at if found else 0 :]
-    if (chosen := load_format(arguments)) not in (None, LOAD_FORMAT):
-        raise SettingsError(
-            f"container {container.name} asks for --load-format {chosen}",
-            hint="leave --load-format out; what nobody holds is loaded as without it",
-        )
-    return engine
-
-
-def _words(container: ContainerShape) -> list[str]:
-    return [*(container.command or ()), *(container.args or ())]
-
-
-def _served(container: ContainerShape) -> Served | None:
-    try:
-        return served(_words(container))
-    except SettingsError:
-        return None
-
-
-def _why_not(container: ContainerShape) -> str:
-    if not _words(container):
-        return "its command is the image's own, which is not known here"
-    try:
-        served(_words(container))
-    except SettingsError as error:
-        return str(error)
-    return "it starts no engine"  # not reached: it is asked for what starts none
-
-
-def _by_image(container: ContainerShape) -> EngineName | None:
-    """The engine that an image's own entrypoint starts with `args`, as far as its name tells.
-
-    ``vllm-openai`` (and ``vllm-openai-…``) is vLLM's own image, whose entrypoint is the server. SGLang's has
-    none: an image that is named ``sglang`` counts only where its arguments begin with an option, as those of
-    a server do, and not with a program.
-    """
-    if container.command or not container.args or _starts_with_a_shell(container):
-        return None
-    image = (container.image or "").partition("@")[0].rpartition("/")[2].partition(":")[0]
-    if image == "vllm-openai" or image.startswith("vllm-openai-"):
-        return "vllm"
-    return "sglang" if image == "sglang" and container.args[0].startswith("-") else None
-
-
-def _starts_with_a_shell(container: ContainerShape) -> bool:
-    return any(PurePosixPath(word).name in SHELLS for word in _words(container)[:1])
 
 
 def _model(labels: Mapping[str, str], annotations: Mapping[str, str]) -> str:

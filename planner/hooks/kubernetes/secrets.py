@@ -13,7 +13,8 @@ from typing import Final, Protocol
 from urllib.parse import quote
 
 from planner.hooks.kubernetes.cluster import Conflict, Gone
-from planner.hooks.kubernetes.server import STRATEGIC, ApiServer, Document, open_server
+from planner.hooks.kubernetes.server import STRATEGIC, ApiServer, open_server
+from planner.hooks.kubernetes.shapes import Document
 from rfork.settings import HookSettings
 
 MANAGER: Final = {"fieldManager": "rfork-webhook"}

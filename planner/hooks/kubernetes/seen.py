@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Final, get_args
+from typing import Final, get_args
 
 from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.cluster import (
@@ -14,8 +14,7 @@ from planner.hooks.kubernetes.cluster import (
     WorkloadKind,
     WorkloadSeen,
 )
-
-Document = dict[str, Any]
+from planner.hooks.kubernetes.shapes import Document
 
 PHASES: Final = ("Pending", "Running", "Succeeded", "Failed", "Unknown")
 REPLICA: Final = "RFORK_REPLICA"

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any, Final
+from typing import Final
 
 from planner.hooks.kubernetes.cluster import ClusterUnavailable, Conflict, Gone
+from planner.hooks.kubernetes.shapes import Document
 from rfork import __version__
 from rfork.errors import MissingExtra, SettingsError
 from rfork.settings import HookSettings
@@ -23,9 +24,6 @@ try:
     from lightkube.config.client_adapter import AsyncClient, ConnectionParams
 except ImportError as error:
     raise MissingExtra("lightkube, for Kubernetes,", extra="kubernetes", why=str(error)) from None
-
-Document = dict[str, Any]
-"""What the API server sends and takes."""
 
 TIMEOUT_S: Final = 10.0
 """Most seconds to connect, and between two parts of an answer."""

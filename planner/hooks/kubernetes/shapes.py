@@ -9,6 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+Document = dict[str, Any]
+"""A JSON object as the API server sends it, or is to get it."""
+
 
 class Shape(BaseModel):
     """Part of a document; what it says beside these fields may be anything."""

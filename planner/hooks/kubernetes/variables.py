@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.pods import Wanted
+from planner.hooks.kubernetes.shapes import Document
 from rfork.settings import HookSettings
 
-Variable = dict[str, Any]
+Variable = Document
 """An entry of a container's `env`."""
 
 FOLDER: Final = "/opt/rfork"

@@ -25,7 +25,8 @@ from planner.hooks.kubernetes.cluster import (
     Put,
     Removed,
 )
-from planner.hooks.kubernetes.server import OPENED, ApiServer, Document, Expired, Refused
+from planner.hooks.kubernetes.server import OPENED, ApiServer, Expired, Refused
+from planner.hooks.kubernetes.shapes import Document
 from rfork.logs import logger
 
 WATCH_S: Final = 60

@@ -123,7 +123,11 @@ class Child:
 
 def _without_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """The demo is the same whatever rfork settings the user's shell exports."""
-    return {name: value for name, value in environment.items() if not name.startswith("RFORK_")}
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith("RFORK_") or name.startswith("RFORK_TRACING_")
+    }
 
 
 def _pipe(stream: IO[str] | None) -> IO[str]:

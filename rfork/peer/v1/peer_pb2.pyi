@@ -26,6 +26,7 @@ class GetManifestRequest(_message.Message):
 
     INCLUDE_TENSORS_FIELD_NUMBER: _builtins.int
     include_tensors: _builtins.bool
+    """Whether the tensor specs are wanted too: only to say which tensor differs. layout_id alone says whether any does."""
     def __init__(
         self,
         *,
@@ -41,10 +42,14 @@ Global___GetManifestRequest: _TypeAlias = GetManifestRequest  # noqa: Y015
 
 @_typing.final
 class GetManifestResponse(_message.Message):
+    """One part of a manifest."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
     class Summary(_message.Message):
+        """What the manifest is of, and how much comes."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         LAYOUT_ID_FIELD_NUMBER: _builtins.int
@@ -54,9 +59,12 @@ class GetManifestResponse(_message.Message):
         TENSOR_COUNT_FIELD_NUMBER: _builtins.int
         CHUNK_COUNT_FIELD_NUMBER: _builtins.int
         layout_id: _builtins.str
+        """32 hex digits; equal on both sides, or nothing is read."""
         weights_id: _builtins.str
+        """32 hex digits over layout_id and all digests: two images with one id hold the same bytes."""
         image_bytes: _builtins.int
         generation: _builtins.int
+        """How often the source's weights have changed in place; a channel is of one generation."""
         tensor_count: _builtins.int
         chunk_count: _builtins.int
         def __init__(
@@ -77,6 +85,8 @@ class GetManifestResponse(_message.Message):
 
     @_typing.final
     class Tensor(_message.Message):
+        """One named tensor of the image."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         NAME_FIELD_NUMBER: _builtins.int
@@ -86,11 +96,15 @@ class GetManifestResponse(_message.Message):
         OFFSET_FIELD_NUMBER: _builtins.int
         name: _builtins.str
         dtype: _builtins.str
+        """As torch calls it, without "torch.": bfloat16."""
         offset: _builtins.int
+        """Byte of the image at which the element at index (0, …, 0) lies."""
         @_builtins.property
         def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
         @_builtins.property
-        def stride(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+        def stride(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+            """In elements."""
+
         def __init__(
             self,
             *,
@@ -112,9 +126,13 @@ class GetManifestResponse(_message.Message):
     digests: _builtins.bytes
     """Concatenated 16-byte chunk digests, in chunk order."""
     @_builtins.property
-    def summary(self) -> Global___GetManifestResponse.Summary: ...
+    def summary(self) -> Global___GetManifestResponse.Summary:
+        """In the first part alone."""
+
     @_builtins.property
-    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___GetManifestResponse.Tensor]: ...
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___GetManifestResponse.Tensor]:
+        """In the order of the image; in as many parts as they need."""
+
     def __init__(
         self,
         *,
@@ -137,6 +155,7 @@ class OpenChannelRequest(_message.Message):
     LAYOUT_ID_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     layout_id: _builtins.str
+    """The target's own: the source refuses another with INVALID_ARGUMENT."""
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Transports the target can use, best first; the source answers with the first that it can too."""
@@ -187,18 +206,29 @@ class OpenChannelResponse(_message.Message):
     SEGMENT_LENGTH_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     channel_id: _builtins.str
+    """Names the channel in the other calls; of the fork that opened it alone."""
     transport: _builtins.str
+    """The one of the request's that was chosen."""
     generation: _builtins.int
+    """Of the weights that this channel reads."""
     @_builtins.property
-    def parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
-    @_builtins.property
-    def segment_begin(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The source's memory, for transports that read by address: three parallel lists."""
+    def parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """How to read over it, in words that belong to the transport: a URL, a session, a socket's path."""
 
     @_builtins.property
-    def segment_address(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def segment_begin(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The source's memory, for transports that read by address: three parallel lists. This one: the first byte of
+        the image that the segment holds.
+        """
+
     @_builtins.property
-    def segment_length(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def segment_address(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The segment's address in the source's memory."""
+
+    @_builtins.property
+    def segment_length(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its bytes."""
+
     def __init__(
         self,
         *,
@@ -226,6 +256,7 @@ class WatchProgressRequest(_message.Message):
     KEEP_ALIVE_MS_FIELD_NUMBER: _builtins.int
     channel_id: _builtins.str
     keep_alive_ms: _builtins.int
+    """Milliseconds after which a message comes though nothing changed; 0: as the source likes."""
     def __init__(
         self,
         *,
@@ -242,10 +273,14 @@ Global___WatchProgressRequest: _TypeAlias = WatchProgressRequest  # noqa: Y015
 
 @_typing.final
 class WatchProgressResponse(_message.Message):
+    """One change, or a sign of life."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
     class Range(_message.Message):
+        """Chunks from begin on, end not among them."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         BEGIN_FIELD_NUMBER: _builtins.int
@@ -274,6 +309,7 @@ class WatchProgressResponse(_message.Message):
     STORAGE_RELAYED_FIELD_NUMBER: _builtins.int
     RATE_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
+    """Of the weights that these chunks are of: another than the channel's means that they changed."""
     draining: _builtins.bool
     """The source takes no new readers and will go away once its channels close."""
     digests: _builtins.bytes
@@ -359,6 +395,7 @@ class ConverseResponse(_message.Message):
 
     CONTENT_FIELD_NUMBER: _builtins.int
     content: _builtins.bytes
+    """As in the request."""
     def __init__(
         self,
         *,
@@ -393,6 +430,8 @@ Global___CloseChannelRequest: _TypeAlias = CloseChannelRequest  # noqa: Y015
 
 @_typing.final
 class CloseChannelResponse(_message.Message):
+    """Says nothing but that the place is free."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(

@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath
-
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rfork import settings as options
 from rfork.errors import CheckpointError, SettingsError, StorageDenied, StorageError, StorageMissing
 from rfork.settings import StorageSettings
 from rfork.storage import stores
-from rfork.storage.blob import FRONT, Store, part
-from rfork.storage.formats.safetensors_file import Shard, read_shard
+from rfork.storage.blob import part
 from rfork.storage.formats.safetensors_source import SafetensorsSource
+from rfork.storage.formats.sharded import (
+    MOST_LISTED,
+    SUFFIX,
+    open_indexed,
+    open_single,
+    open_together,
+    refuse_other_ranks,
+)
 from rfork.storage.location import Location
-from rfork.storage.reading.side_by_side import side_by_side
-from rfork.storage.snapshots.files import manifest_name, open_safetensors, snapshot_name
+from rfork.storage.snapshots.files import manifest_name, snapshot_name
 from rfork.storage.tensorizer.names import of_rank
 from rfork.storage.tensors import TensorSource
 from rfork.wire import Rank
 
-SUFFIX, SINGLE = ".safetensors", "model.safetensors"
+SINGLE = "model.safetensors"
 INDEX_SUFFIX, INDEX = ".safetensors.index.json", "model.safetensors.index.json"
 TENSORIZER_SUFFIX, TENSORIZER_MAGIC = ".tensors", b"|TZR|"
-LONGEST_INDEX = 256 << 20
-MOST_LISTED = 10_000
-"""Names of a folder that are looked at: somebody may name a bucket, or the root of a disk."""
 
-_of_a_rank = re.compile(r"(model|draft)-rank-\d+.*")
-_of_an_index = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 Way = tuple[Collection[str], Callable[[], TensorSource]]
 """Names of which one has to be there, or none, and how such a folder is opened."""
-
-
-class _Index(BaseModel):
-    """What an index file says: which tensor is in which file."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    weight_map: dict[str, str]
 
 
 def open_source(
@@ -83,9 +72,9 @@ def _found(
     if location.name.endswith(TENSORIZER_SUFFIX):
         return _tensorizer(str(uri), chosen, rank, key, password)
     if location.name.endswith(SUFFIX):
-        return _single(location, chosen)
+        return open_single(location, chosen)
     if location.name.endswith(INDEX_SUFFIX):
-        return _indexed(location, chosen)
+        return open_indexed(location, chosen)
     if not location.query:
         source = _folder(location.folder, chosen, rank or Rank(), key, password)
         if source is not None:
@@ -135,12 +124,12 @@ def _folder(
         tensorizer = f"{name}{TENSORIZER_SUFFIX}"
         open_it = partial(_tensorizer, folder.child(tensorizer).uri, settings, rank, key, password)
         return (
-            ((own, manifest_name(own)), partial(_single, folder.child(own), settings)),
+            ((own, manifest_name(own)), partial(open_single, folder.child(own), settings)),
             ((tensorizer, *sets), open_it),
         )
 
-    index: Way = ((), partial(_indexed, folder.child(INDEX), settings))
-    single: Way = ((SINGLE, manifest_name(SINGLE)), partial(_single, folder.child(SINGLE), settings))
+    index: Way = ((), partial(open_indexed, folder.child(INDEX), settings))
+    single: Way = ((SINGLE, manifest_name(SINGLE)), partial(open_single, folder.child(SINGLE), settings))
     if rank.role == "target":
         found = first([index])
         if found is None:
@@ -151,11 +140,11 @@ def _folder(
         there = _listed(folder, settings, role)
         found = first(of_this_rank(there), there)
         if found is None:
-            _refuse_other_ranks(folder, there or ())
+            refuse_other_ranks(folder, there or ())
             found = first([index, single])
     if found is None:
         any_tensorizer = partial(_tensorizer, folder.uri, settings, rank, key, password)
-        found = first([((), any_tensorizer), ((), partial(_together, folder, settings))])
+        found = first([((), any_tensorizer), ((), partial(open_together, folder, settings))])
     if found is None and denied:
         raise denied[0]
     return found
@@ -172,20 +161,6 @@ def _listed(folder: Location, settings: StorageSettings, role: str) -> set[str] 
         return set()
     finally:
         store.close()
-
-
-def _refuse_other_ranks(folder: Location, names: Collection[str]) -> None:
-    if ranks := sorted(name for name in names if _of_a_rank.fullmatch(name)):
-        raise CheckpointError(
-            f"{folder.uri} holds {ranks[0]} ({len(ranks)} such), but none of the rank asked for"
-        )
-
-
-def _single(location: Location, settings: StorageSettings) -> TensorSource:
-    with ExitStack() as opened:
-        blob = open_safetensors(location, settings)
-        opened.callback(blob.close)
-        return SafetensorsSource(location.uri, [read_shard(location.name, blob)], settings).owning(opened)
 
 
 def _by_content(
@@ -205,7 +180,7 @@ def _by_content(
         return None
     if begins.startswith(TENSORIZER_MAGIC):
         return _tensorizer(uri, settings, rank, key, password)
-    return _single(location, settings) if begins[8:] == b"{" else None
+    return open_single(location, settings) if begins[8:] == b"{" else None
 
 
 def _tensorizer(
@@ -219,80 +194,3 @@ def _tensorizer(
         if not uri.endswith("/"):
             raise
         raise StorageMissing(f"{uri} cannot be listed") from None
-
-
-def _indexed(location: Location, settings: StorageSettings) -> TensorSource:
-    folder = location.parent
-    with ExitStack() as opened:
-        store = stores.open_store(folder, settings)
-        opened.callback(store.close)
-        text = _read(store, location.name)
-        files = _files(text, f"{folder.uri}{location.name}")
-        shards = _shards(store, sorted(set(files.values())), settings, opened, of_index=True)
-        held = {shard.name: shard.places for shard in shards}
-        for name, file in files.items():
-            if name not in held[file]:
-                raise CheckpointError(f"{folder.uri}{file} lacks {name}, which the index says it holds")
-        return SafetensorsSource(folder.uri, shards, settings, index=text, files=files).owning(opened)
-
-
-def _together(folder: Location, settings: StorageSettings) -> TensorSource:
-    with ExitStack() as opened:
-        store = stores.open_store(folder, settings)
-        opened.callback(store.close)
-        try:
-            listed = [entry.name for entry in islice(store.list(), MOST_LISTED)]
-        except SettingsError:  # a web server
-            listed = []
-        names = [name for name in listed if name.endswith(SUFFIX) and "/" not in name]
-        if not names:
-            raise StorageMissing(f"{folder.uri} holds no {SUFFIX} file")
-        _refuse_other_ranks(folder, names)
-        if lost := [name for name in names if _of_an_index.fullmatch(name)]:
-            raise CheckpointError(
-                f"{folder.uri} holds {lost[0]} ({len(lost)} such), but no index of them",
-                hint="it is written now, or its writer ended early: write it again",
-            )
-        shards = _shards(store, names, settings, opened, of_index=False)
-        return SafetensorsSource(folder.uri, shards, settings).owning(opened)
-
-
-def _shards(
-    store: Store, names: Sequence[str], settings: StorageSettings, opened: ExitStack, *, of_index: bool
-) -> list[Shard]:
-    def shard(name: str) -> Shard:
-        try:
-            blob = store.open(name, front=FRONT)
-        except StorageMissing:
-            if not of_index:
-                raise
-            raise CheckpointError(
-                f"{store.uri} lacks the shard {name}, which its index names",
-                hint="download the checkpoint again",
-            ) from None
-        opened.callback(blob.close)
-        return read_shard(name, blob)
-
-    return side_by_side(store.uri, shard, names, settings.streams)
-
-
-def _read(store: Store, name: str) -> bytes:
-    blob = store.open(name, front=FRONT)
-    try:
-        if blob.size > LONGEST_INDEX:
-            raise CheckpointError(f"{blob.uri} is too long for an index")
-        return part(blob, 0, blob.size)
-    finally:
-        blob.close()
-
-
-def _files(index: bytes, uri: str) -> dict[str, str]:
-    """The file of each tensor, as the index at `uri` says."""
-    try:
-        files = _Index.model_validate_json(index).weight_map
-    except ValidationError as error:
-        raise CheckpointError(f"{uri} is not a safetensors index: {error.errors()[0]['msg']}") from None
-    for file in set(files.values()):
-        if "/" in file or "\\" in file or file in ("", ".", ".."):
-            raise CheckpointError(f"{uri} names {file!r}, which is outside the folder")
-    return files

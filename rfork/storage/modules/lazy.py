@@ -79,8 +79,13 @@ def open(
         with rfork.open("s3://bucket/model/") as tensors:
             embedding = tensors["model.embed_tokens.weight"]
 
-    Nothing of a snapshot is verified here, as single tensors are not what its digests are of. Raises as
-    `rfork.storage.formats.choice.open_source` does.
+    `uri` names a Hugging Face folder, safetensors, a snapshot or a ``.tensors``; `rank` says whose file of a
+    folder it is; `key` (32 bytes) or `password` open an encrypted ``.tensors``; `settings` are those of the
+    environment where none are given. Runs in the process that calls it. Nothing of a snapshot is verified
+    here, as single tensors are not what its digests are of.
+
+    Raises CheckpointError where there is none of these, or one contradicts itself, or is not encrypted though
+    `key` or `password` is given; SettingsError for what is no URI; StorageError kinds.
     """
     return Tensors(open_source(uri, settings, rank, key=key, password=password))
 
@@ -100,8 +105,11 @@ def tensors(
 
     A few blocks are read ahead (`StorageSettings.memory`), and none once the iterator is closed. The tensors
     are the caller's own; floating ones are converted to `dtype`. Nothing is opened before the first one is
-    asked for. Of a snapshot nothing is verified: `load_tensors` does that. Raises CheckpointError where
-    a name is not stored, SettingsError, StorageError kinds.
+    asked for. Of a snapshot nothing is verified: `load_tensors` does that. `device` is where they are put;
+    `uri`, `rank`, `key`, `password` and `settings` are as for `rfork.open`. Runs in the process that calls
+    it.
+
+    Raises CheckpointError where a name is not stored, SettingsError, StorageError kinds.
     """
     names = chosen_names(names)
     check_device(device)
@@ -129,6 +137,9 @@ def load_tensors(
 
     A snapshot is verified, each chunk against its digest, where all of it is wanted as it is: not where
     `names` are given, or a type is changed, or where its manifest is not beside it.
+
+    `device` is where they are put; `progress` is told bytes as they come; `uri`, `rank`, `key`, `password`
+    and `settings` are as for `rfork.open`. Runs in the process that calls it.
 
     Raises CheckpointError where a name is not stored, SettingsError, StorageCorrupt and other StorageErrors.
     """

@@ -40,9 +40,10 @@ GIGABYTE = 1e9
 class LoadReport:
     """What one load did.
 
-    `bytes` are those of the tensors as they are stored, each once; `missing` are the module's names that
-    nothing was stored for, `unexpected` the stored ones that the module has not; both empty where `strict`.
-    `verified`: it was a snapshot, and every chunk of it was checked against its digest; see `load`.
+    `uri` is what was read, `seconds` how long that took, `tensors` how many there are; `bytes` are those of
+    the tensors as they are stored, each once; `missing` are the module's names that nothing was stored for,
+    `unexpected` the stored ones that the module has not; both empty where `strict`. `verified`: it was a
+    snapshot, and every chunk of it was checked against its digest; see `load`.
     """
 
     uri: str
@@ -72,11 +73,13 @@ def load(
     settings: StorageSettings | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> LoadReport:
-    """Fill a module with what is at a URI or path: Hugging Face folder, safetensors, snapshot, ``.tensors``.
+    """Fill `module` with what is at a URI or path: Hugging Face folder, safetensors, snapshot, ``.tensors``.
 
-    Tensors are read straight into the module's own, on whatever device they are; those of another type are
-    converted as they come, and `dtype` changes nothing about these. Parameters and buffers without memory
-    (see `rfork.no_init`) are given some on `device`, in type `dtype` if they are floating (None: their own).
+    Runs in the process that calls it, and asks no planner. `uri` is a path, or ``file:``, ``s3:``, ``gs:``,
+    ``az:`` or ``http(s):``; `settings` are those of the environment where none are given. Tensors are read
+    straight into the module's own, on whatever device they are; those of another type are converted as they
+    come, and `dtype` changes nothing about these. Parameters and buffers without memory (see `rfork.no_init`)
+    are given some on `device`, in type `dtype` if they are floating (None: their own).
 
     Names are those of the module's state dict, or of the image for a snapshot. `strict`: both sides hold the
     same, tied weights under any of their names. `rank` says whose file of a folder it is; `key` or `password`

@@ -28,6 +28,8 @@ def no_init() -> Iterator[None]:
     `requires_grad` and attributes stay; a parameter that is registered twice stays one (tied weights).
     Buffers are computed as usual. A parameter that existed before and is registered here loses its values.
     Code that reads a parameter's values while it builds its module fails, as on the meta device.
+
+    Runs in the process that calls it, for the calling thread alone. Never raises by itself.
     """
     here = threading.get_ident()
     # Of the parameters that still live elsewhere: the same one may be registered at another place too.

@@ -34,13 +34,16 @@ def save(
 ) -> Saved:
     """Write the weights as they are now, on any device; they must not change meanwhile.
 
-    A URI that ends with ``.tensors`` becomes a tensorizer file of parameters and persistent buffers, under
-    `key` (32 bytes) or `password` where one is given. Any other becomes a snapshot of all that the module
-    serves with, as a ``….safetensors`` file or as the rank's in a folder; with `shared` its chunks are stored
-    once for all snapshots around it, and with `check` those that are there are read, and replaced where they
-    are damaged. In a name as ``model-rank-%03d.tensors`` or ``….safetensors`` the number is that of `rank`.
+    Runs in the process that calls it, and asks no planner. `module` is one, or tensors by name; `uri` a path,
+    or ``file:`` or ``s3:``, and what `rfork[cloud]` brings; `settings` are those of the environment where
+    none are given. A URI that ends with ``.tensors`` becomes a tensorizer file of parameters and persistent
+    buffers, under `key` (32 bytes) or `password` where one is given. Any other becomes a snapshot of all that
+    the module serves with, as a ``….safetensors`` file or as the rank's in a folder; with `shared` its chunks
+    are stored once for all snapshots around it, and with `check` those that are there are read, and replaced
+    where they are damaged. In a name as ``model-rank-%03d.tensors`` or ``….safetensors`` the number is that
+    of `rank`.
 
-    `progress` is told bytes. What was there under the name is replaced once all is written. Raises
+    `progress` is told bytes as they go. What was there under the name is replaced once all is written. Raises
     UnsupportedTensor, SettingsError, MissingExtra and StorageError kinds.
     """
     text = of_rank(str(uri), rank or Rank())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, TypeGuard
+from typing import Final, Literal, Protocol
 
 import torch
 
@@ -21,11 +21,6 @@ by 64 bytes (memory of cuMemCreate, such as torch's expandable segments); `none`
 KINDS: Final[tuple[Kind, ...]] = ("legacy", "descriptor", "fabric", "none")
 
 HANDLE_BYTES: Final = 64
-
-
-def is_kind(word: str) -> TypeGuard[Kind]:
-    """Whether this is one of the kinds that are known here."""
-    return word in KINDS
 
 
 class DriverError(Exception):

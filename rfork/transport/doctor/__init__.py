@@ -2,7 +2,8 @@
 
 Each check takes what it judges as arguments, returns `Check` values and never raises; `run_checks`
 calls all of them with what this machine says. Nothing is left behind: ports are tried and let go. The
-modules are subjects: `machine`, `gpus`, `rdma`, `same_host`, `network`, and the transports' `choices`.
+modules are subjects: `machine`, `gpus`, `rdma`, `same_host`, `network`, `options`, and `choices` of
+transports.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 import torch
 
 from rfork.settings import Settings
-from rfork.transport.doctor import choices, gpus, machine, network, rdma, same_host
+from rfork.settings.misspelt import misspelt
+from rfork.transport.doctor import choices, gpus, machine, network, options, rdma, same_host
 from rfork.transport.doctor.check import Check, Status
 from rfork.transport.transfer_engine import gpu_direct, topology
 from rfork.transport.transfer_engine.library import library_state
@@ -50,6 +52,9 @@ def run_checks(settings: Settings) -> list[Check]:
         same_host.check_local_sockets(settings.local_sockets, same_host.namespace("net")),
         same_host.check_sealed_memory(hasattr(os, "memfd_create"), same_host.shmem_huge_pages(Path("/sys"))),
         choices.check_collectives(choices.backends(), asked),
+        options.check_names(misspelt()),
+        options.check_resume(settings.resume),
+        options.check_reach(settings),
         network.check_port("peer_port", settings.bind, settings.peer_port),
         network.check_port("http_port", settings.bind, settings.http_port),
         network.check_tls(settings),

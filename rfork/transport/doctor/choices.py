@@ -27,9 +27,14 @@ def check_transports(settings: Settings) -> list[Check]:
         else:
             asked = settings.transports is not None and row.name in settings.transports
             status: Status = "fail" if asked else "skip"
-            checks.append(Check(f"transport {row.name}", status, f"not used: {row.reason}", row.hint))
+            fix = row.hint or ("take it out of RFORK_TRANSPORTS" if asked else "")
+            checks.append(Check(f"transport {row.name}", status, f"not used: {row.reason}", fix))
     if not any(row.used for row in rows):
-        checks.append(Check("transports", "fail", "none can be used", "see the lines above"))
+        checks.append(
+            Check(
+                "transports", "fail", "none can be used", "mend one of those above, or unset RFORK_TRANSPORTS"
+            )
+        )
     return checks
 
 

@@ -76,6 +76,7 @@ def check_planner(settings: Settings, transport: httpx.BaseTransport | None = No
             verify=verify,
             transport=transport,
             headers=headers,
+            trust_env=False,  # as the planner's client: proxies do not apply
         ) as client:
             asked = time.time()
             health = client.get("/healthz")

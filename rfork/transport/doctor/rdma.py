@@ -10,6 +10,8 @@ from rfork.transport.transfer_engine.gpu_direct import gpu_direct
 from rfork.transport.transfer_engine.library import LibraryState, replacing, require_cuda
 from rfork.transport.transfer_engine.topology import Place, RdmaDevice, chosen, distance
 
+REINSTALL = "pip install --force-reinstall 'rfork[mooncake]'"
+
 
 def check_rdma(devices: Sequence[RdmaDevice], wanted: str) -> Check:
     """Whether there are RDMA devices that work, and those that RFORK_RDMA_DEVICES names are among them."""
@@ -18,7 +20,7 @@ def check_rdma(devices: Sequence[RdmaDevice], wanted: str) -> Check:
     try:
         usable = chosen(devices, wanted, ())
     except DeviceDown as error:
-        return Check("rdma", "fail", str(error), error.hint)
+        return Check("rdma", "fail", str(error), error.hint or "correct RFORK_RDMA_DEVICES, or see `ibstat`")
     names = ", ".join(device.name for device in usable)
     return Check("rdma", "ok", f"{names}, as RFORK_RDMA_DEVICES says" if wanted else names)
 
@@ -46,7 +48,7 @@ def check_gpu_direct(peer_module: bool, dma_buf: bool, *, needed: bool) -> Check
     except NoGpuDirect as error:
         if not needed:
             return Check("gpudirect", "skip", "no GPU and RDMA device that work")
-        return Check("gpudirect", "fail", str(error), error.hint)
+        return Check("gpudirect", "fail", str(error), error.hint or "modprobe nvidia-peermem")
     return Check("gpudirect", "ok", f"by {way}")
 
 
@@ -60,10 +62,10 @@ def check_mooncake(state: LibraryState, *, cuda: bool, torch_cuda: str | None = 
     if state.error:
         if cuda and len(state.wheels) == 1 and torch_cuda and "cuda" in state.error:
             return Check("mooncake", "fail", state.error, replacing(state, torch_cuda.partition(".")[0]))
-        return Check("mooncake", "fail", state.error, state.hint)
+        return Check("mooncake", "fail", state.error, state.hint or REINSTALL)
     if cuda:
         try:
             require_cuda(state, torch_cuda)
         except VersionMismatch as error:
-            return Check("mooncake", "warn", str(error), error.hint)
+            return Check("mooncake", "warn", str(error), error.hint or REINSTALL)
     return Check("mooncake", "ok", ", ".join(state.wheels) or "imports, but belongs to no known wheel")

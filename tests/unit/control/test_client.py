@@ -49,6 +49,22 @@ def test_what_is_no_answer_is_a_refusal(response: httpx.Response, problem: str) 
     assert (response.status_code, problem) == (refused.value.status, refused.value.problem)
 
 
+SILENCES = [
+    (httpx.ReadTimeout("no word"), True),
+    (httpx.ConnectTimeout("nobody there"), False),
+    (httpx.ConnectError("refused"), False),
+    (httpx.ReadError("reset"), False),
+]
+
+
+@pytest.mark.parametrize(("error", "silent"), SILENCES)
+def test_a_planner_that_took_the_request_may_be_at_it_still(error: httpx.RequestError, silent: bool) -> None:
+    """Who asks knows silence from absence."""
+    with pytest.raises(PlannerUnreachable) as unreachable:
+        client_of(raising(error)).models()
+    assert silent == unreachable.value.silent
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [

@@ -31,6 +31,7 @@ from rfork.peer.memory import MemoryPeers
 from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings, StorageSettings
 from rfork.storage.base import Storage, name_of
+from rfork.tracing import Tracer
 from rfork.transport.memory import Faults, MemoryNetwork, MemoryTransport
 from rfork.wire import Lease, Placement, Plan, Route, Share, SourceFault, StorageRead
 
@@ -93,6 +94,7 @@ class Fleet:
         manifest: Manifest | None = None,
         knows: bool = True,
         max_readers: int = 4,
+        tracer: Tracer | None = None,
     ) -> Seed:
         """A started source; without `knows` it has to learn its manifest first."""
         seed = Seed(
@@ -103,6 +105,7 @@ class Fleet:
             board=board,
             manifest=manifest or (held.manifest() if knows else None),
             serve_peer=self.peers.service,
+            tracer=tracer,
         ).start()
         seed.learn_keys([derive_key(SECRET, name)])
         self._seeds.append(seed)

@@ -22,6 +22,8 @@ class FakePlanner(httpx.BaseTransport):
         self.progress: list[ForkProgress] = []
         self.finishes: list[tuple[str, ForkFinish]] = []
         self.removed: list[str] = []
+        self.traceparents: list[tuple[str, str]] = []
+        """Path and header of each request that carried one."""
         self.on_progress: Callable[[], httpx.Response] | None = None
         self.ask_again: str | None = None
 
@@ -30,6 +32,8 @@ class FakePlanner(httpx.BaseTransport):
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         body = request.read()
+        if "traceparent" in request.headers:
+            self.traceparents.append((request.url.path, request.headers["traceparent"]))
         match request.method, request.url.path.split("/")[2:]:
             case "PUT", ["instances", name]:
                 self.reports.append(InstanceReport.model_validate_json(body))

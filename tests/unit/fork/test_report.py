@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 
-from rfork.fork.report import ForkReport, SourceShare, Stopwatch
+import pytest
+
+from rfork.fork.report import ForkReport, Pulled, SourceShare, finish_of, transports_of
+from rfork.fork.stopwatch import Stopwatch
 
 FORKED = ForkReport(
     fork_id="f",
@@ -60,3 +64,54 @@ def test_phases_entered_twice_add_up() -> None:
     with watch.phase("plan"):
         pass
     assert (True, ["plan"]) == (once <= watch.phases["plan"] <= watch.seconds, list(watch.phases))
+
+
+def test_each_second_counts_in_the_innermost_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is within another phase is told before it, and taken off it; the one that goes on is last."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    watch = Stopwatch()
+    told: list[dict[str, float]] = []
+    with watch.phase("capture"):
+        now = 1.0
+    with watch.phase("transfer"):
+        with watch.phase("plan"):
+            now = 3.0
+            told.append(watch.phases)
+        now = 7.0
+        told.append(watch.phases)
+    now = 8.0
+    told.append(watch.phases)
+    assert [
+        {"capture": 1.0, "transfer": 0.0, "plan": 2.0},
+        {"capture": 1.0, "plan": 2.0, "transfer": 4.0},
+        {"capture": 1.0, "plan": 2.0, "transfer": 4.0},
+    ] == told
+    assert ["plan", "transfer", "transfer"] == [list(phases)[-1] for phases in told]
+
+
+def test_transports_are_told_of_peers_only() -> None:
+    """Storage has none, nor has what was still here; of many peers those that gave most count."""
+    peers = [SourceShare(f"p{number}", "h", "http", 1, number) for number in range(70)]
+    stored = SourceShare("snapshot:file:///s", "h", "snapshot", 9, 900)
+    others = [stored, SourceShare("resume", "h", "resume", 9, 900)]
+    told = transports_of([*others, *peers])
+    assert (64, "p69", {"http"}) == (len(told), next(iter(told)), set(told.values()))
+
+
+def test_a_fork_that_failed_tells_its_phases_too() -> None:
+    """What was done until then, and how fast its link was."""
+    watch = Stopwatch()
+    with watch.phase("capture"):
+        pass
+    share = SourceShare("peer-1", "node-1", "http", 1, 5)
+    pulled = Pulled(9, 4, 2, (share,), resume_s=0.5)
+    finish = finish_of("failed", watch, pulled, 7.0, [ValueError("no")], None)
+    assert (["resume", "capture"], {"peer-1": "http"}, 4, 2, 7.0, ("ValueError: no",)) == (
+        list(finish.phases),
+        finish.transports,
+        finish.bytes_repeated,
+        finish.replans,
+        finish.link_bytes_per_s,
+        finish.reasons,
+    )

@@ -99,6 +99,12 @@ def test_a_fork(fleet: Fleet) -> None:
     ended = [(finish.outcome, finish.sources, finish.bytes_read) for _, finish in planner.finishes]
     assert [("forked", {"a": report.image_bytes}, report.bytes_read)] == ended
     assert ((ALL,), report.image_bytes) == (told[-1][0].verified, told[-1][1])
+    assert ({"a": "memory"}, ["capture", "plan", "transfer"]) == (
+        told[-1][0].transports,
+        list(told[-1][0].phases),
+    )
+    finish = planner.finishes[0][1]
+    assert (report.phases, {"a": "memory"}, 0) == (finish.phases, finish.transports, finish.replans)
     assert report.seed is not None
     giving = report.seed.report()
     assert ("serving", (ALL,), report.weights_id, 0) == (

@@ -11,6 +11,7 @@ from rfork.errors import NotOneHost, RforkError, SourceChanged, SourceGone, Tran
 from rfork.fork.digests import Digests, Giving
 from rfork.fork.feed import Feed
 from rfork.fork.giver import Listener
+from rfork.fork.reading import Reading
 from rfork.fork.schedule import Schedule
 from rfork.fork.sources import Sources
 from rfork.fork.storage_feed import StorageFeed
@@ -24,6 +25,7 @@ class Still:
 
     def __init__(self, source_id: str) -> None:
         self.source_id = self.instance_id = source_id
+        self.reading = Reading()
 
     def start(self) -> None:
         return

@@ -14,7 +14,7 @@ from planner.store.memory import MemoryStore
 from rfork.control.client import PlannerClient
 from rfork.errors import PlannerRefused
 from rfork.settings import PlannerSettings
-from rfork.wire import ForkFinish, ForkPage, ForkView, InstancePage
+from rfork.wire import ForkFinish, ForkPage, ForkProgress, ForkView, InstancePage
 from tests.unit.planner.app_transport import AppTransport
 from tests.unit.planner.builders import WEIGHTS, ask, fault, report, whole
 
@@ -380,6 +380,37 @@ def test_models_tell_what_came_from_storage_and_what_was_forked(planner: Planner
         ),
     )
     assert [(4, 5)] * 2 == [(row.storage_bytes, row.forked_bytes) for row in planner.models()]
+
+
+def test_models_tell_what_forks_save_against_storage(planner: PlannerClient) -> None:
+    """The medians of those that read it all from one kind of source, and the seconds between them."""
+    planner.report(whole("s"))
+    size = whole("s").image_bytes
+    for name, source, seconds in (("a", "snapshot:file:///x", 9.0), ("b", "s", 2.0), ("c", "s", 4.0)):
+        planner.ask(ask(name))
+        told = ForkFinish(outcome="forked", seconds=seconds, bytes_read=size, sources={source: size})
+        planner.finish(f"fork-{name}", told)
+    known = {(row.storage_s, row.fork_s, row.saved_s) for row in planner.models()}
+    planner.remove("a")
+    for name in ("s", "b", "c"):
+        planner.remove(name)
+    planner.report(whole("t"))
+    assert ({(9.0, 3.0, 12.0)}, [(None, None, 0.0)]) == (
+        known,
+        [(row.storage_s, row.fork_s, row.saved_s) for row in planner.models()],
+    )
+
+
+def test_a_fork_tells_what_its_sources_held_it_to(planner: PlannerClient) -> None:
+    """While it runs, and once it has ended."""
+    planner.report(whole("s").model_copy(update={"egress_rate": 500}))
+    planner.ask(ask("a"))
+    told = ForkProgress(verified=((0, 6),), bytes_read=6, bytes_per_s=1.0, phases={"transfer": 1.5})
+    planner.progress("fork-a", told)
+    running = planner.forks()[0]
+    planner.report(whole("s").model_copy(update={"egress_rate": 400}))
+    planner.finish("fork-a", ForkFinish(outcome="forked", seconds=1, bytes_read=1))
+    assert ({"s": 500}, told, {"s": 400}) == (running.held, running.progress, planner.forks()[0].held)
 
 
 def test_a_target_counts_to_the_weights_of_its_plan(planner: PlannerClient) -> None:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import iter_route_contexts
 
 from planner.app import create_app
-from planner.auth import OPEN_PATHS, ROLES, ROUTES, Auth, Role, role_needed
+from planner.auth import ROLES, ROUTES, Auth, Role, is_open, role_needed
 from rfork.errors import SettingsError
 from rfork.settings import PlannerSettings
 from tests.unit.planner.app_transport import AppTransport
@@ -54,13 +54,17 @@ def status(auth: Auth, method: str, path: str, authorization: bytes | None) -> i
     return 200 if problem is None else problem.status
 
 
+def _open(path: str) -> bool:
+    return is_open(path) or is_open(f"{path}/")
+
+
 def unlisted(app: FastAPI) -> list[str]:
     """The routes that neither are open nor have a line in the table of roles; ANY: not of HTTP's methods."""
     return [
         f"{method} {route.path}"
         for route in iter_route_contexts(app.routes)
         for method in sorted(route.methods or {"ANY"})
-        if route.path not in OPEN_PATHS and role_needed(method, route.path or "") is None
+        if not _open(route.path or "") and role_needed(method, route.path or "") is None
     ]
 
 
@@ -116,6 +120,7 @@ RIGHTS = [
     ("GET", "/v1/scaleups", 200, 200, 200),
     ("GET", "/v1/scaleups/up", 200, 200, 200),
     ("POST", "/v1/scaleups", 403, 403, 200),
+    ("POST", "/v1/previews", 200, 200, 200),
     ("DELETE", "/v1/scaleups/up", 403, 403, 200),
     ("GET", "/nowhere", 403, 403, 200),
     ("PATCH", "/v1/models", 403, 403, 200),

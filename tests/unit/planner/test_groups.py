@@ -288,6 +288,22 @@ def test_what_forks_read_is_counted_when_they_end() -> None:
     assert (4, 5, {}) == (index.storage_bytes, index.forked_bytes, index.readers["s"])
 
 
+def test_a_group_is_orphaned_once_its_last_seed_is_gone() -> None:
+    """Not before it had one, and not while another is left."""
+    index, told = live(loading("t")), list[bool]()
+    for change in (
+        lambda: None,
+        lambda: index.put(seed("s")),
+        lambda: index.put(seed("u")),
+        lambda: index.remove("s"),
+        lambda: index.put(seed("u", state="draining")),
+        lambda: index.put(seed("t")),
+    ):
+        change()
+        told.append(index.orphaned)
+    assert [False, False, False, False, True, False] == told
+
+
 def test_a_loader_that_made_no_seed_is_remembered_until_a_seed_comes() -> None:
     """Its fork ended as a fallback: the group's loaders are run by each for itself."""
     finish = ForkFinish(outcome="fallback", seconds=1, bytes_read=0)

@@ -123,6 +123,24 @@ def test_outcomes_fallbacks_and_efficiency_of_ended_forks() -> None:
     )
 
 
+def test_the_time_that_forks_took() -> None:
+    """By outcome and origin, and by phase; a phase that nobody knows is `other`."""
+    metrics = Metrics()
+    phases = {"plan": 0.5, "transfer": 2.0, "dancing": 9.0}
+    metrics.ended(finish(seconds=3.0, sources={"s": 5}, phases=phases), saved_s=4.0)
+    metrics.ended(finish("fallback", seconds=8.0, sources={"loader:": 5}), saved_s=-1.5)
+    samples = told(metrics)
+    seconds = "rfork_planner_fork_seconds_sum origin="
+    assert {"peers outcome=forked": 3.0, "storage outcome=fallback": 8.0} == among(samples, seconds)
+    assert {"plan": 0.5, "transfer": 2.0, "other": 9.0} == among(
+        samples, "rfork_planner_fork_phase_seconds_sum phase="
+    )
+    assert (4.0, 1.5) == (
+        samples["rfork_planner_saved_seconds_total"],
+        samples["rfork_planner_lost_seconds_total"],
+    )
+
+
 def test_what_guards_the_routes_is_counted() -> None:
     """Requests turned away by reason; faults, quarantines; plans made together; the store's troubles."""
     metrics = Metrics()

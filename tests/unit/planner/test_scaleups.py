@@ -7,12 +7,22 @@ from typing import Any
 import pytest
 
 from planner import scaleups
+from planner.arrivals import place_of
 from planner.problems import ProblemError
 from planner.registry import Registry
-from planner.scaleups import place_of
 from planner.store.base import Change, StoreUnavailable
 from planner.store.memory import MemoryStore
-from rfork.wire import ForkRequest, MayExit, Placement, Plan, Rank, ScaleUp, ScaleUpView, SourceFault
+from rfork.wire import (
+    ForkFinish,
+    ForkRequest,
+    MayExit,
+    Placement,
+    Plan,
+    Rank,
+    ScaleUp,
+    ScaleUpView,
+    SourceFault,
+)
 from tests.unit.planner.builders import CHUNKS, FakeTime, ask, fault, make_registry, report, whole
 
 ONLY = Rank()
@@ -210,6 +220,20 @@ async def test_a_request_that_is_sent_again_waits_with_the_others(
     await registry.ask(ask("b"))
     await tasks[1]
     assert (1, [2]) == (before, store.plans)
+
+
+async def test_who_gave_up_while_it_waited_is_not_planned(registry: Registry, store: CountingStore) -> None:
+    """It loads by itself, and told so: nobody is to stand behind it."""
+    await registry.report(whole("s", max_readers=1))
+    await registry.scaleups.announce(scaleup(3))
+    tasks = start(*(registry.ask(ask(name)) for name in "ab"))
+    await idle()
+    tasks[0].cancel()
+    finish = ForkFinish(outcome="fallback", seconds=1.0, bytes_read=0, sources={}, reasons=("away",))
+    await registry.finish("fork-a", finish)
+    tasks += start(registry.ask(ask("c")))
+    plans = await asyncio.gather(*tasks[1:])
+    assert ([2], ["s", "b"]) == (store.plans, [route.source_id for plan in plans for route in plan.routes])
 
 
 async def test_who_is_urgent_counts_and_does_not_wait(registry: Registry, store: CountingStore) -> None:

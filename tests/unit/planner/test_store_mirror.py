@@ -10,6 +10,7 @@ from planner.store.codec import FORKS, INSTANCES
 from planner.store.exchange import Behind, Body, Contents, Entry, body_of, group_text
 from planner.store.mirror import Mirror
 from planner.store.records import ForkRecord, InstanceRecord
+from rfork.wire import ForkFinish
 from tests.unit.planner.builders import FakeTime
 from tests.unit.planner.records import GROUP, fork, instance, scaleup
 
@@ -55,6 +56,17 @@ def contents(
         floor=3,
         ended=ended,
     )
+
+
+def test_what_ended_forks_read_is_known_again_after_a_load() -> None:
+    """Once, however often everything is read anew."""
+    finish = ForkFinish(outcome="forked", seconds=3, bytes_read=9, sources={"s": 9})
+    ended = fork("x", image_bytes=9, finish=finish)
+    mirror = Mirror(FakeTime().clock, keep_forks=10, patience_s=PATIENCE_S)
+    for _ in range(2):
+        mirror.fill(contents(instance("s"), forks=(ended,), ended=("x",)))
+    group = mirror.state.group(GROUP)
+    assert (9, 0, 3.0) == (group.forked_bytes, group.storage_bytes, group.durations.fork_s)
 
 
 def new(*records: InstanceRecord) -> Body:

@@ -13,20 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rfork.image.chunks import MIB
-from rfork.seed.latency import (
-    FEWEST_UNITS,
-    FIRST_RATE,
-    FIRST_REST_S,
-    IDLE_S,
-    KEPT_UNITS,
-    LEAST_GAIN,
-    MOST_GAIN,
-    MOST_RATE,
-    REST_SHARE,
-    WORST,
-    Baseline,
-    LatencyGuard,
-)
+from rfork.seed.baseline import FEWEST_UNITS, KEPT_UNITS, LEAST_GAIN, MOST_GAIN, WORST, Baseline
+from rfork.seed.latency import FIRST_RATE, FIRST_REST_S, IDLE_S, MOST_RATE, REST_SHARE, LatencyGuard
 from tests.unit.clock import Clock
 
 FLOOR = 8 * MIB

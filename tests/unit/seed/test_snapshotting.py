@@ -10,7 +10,7 @@ import pytest
 from rfork.errors import SourceChanged
 from rfork.image.chunks import MIB
 from rfork.seed.snapshotting import Passing, snapshot_of
-from tests.unit.seed.test_suspending import image_with, made
+from tests.unit.seed.going_away import image_with, made
 
 
 def test_nothing_is_read_after_it_was_suspended(tmp_path: Path) -> None:

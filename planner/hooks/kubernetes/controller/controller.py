@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
 
 from planner.hooks.fleet import Fleet, PlannerAway
 from planner.hooks.kubernetes import names
-from planner.hooks.kubernetes.cluster import Cluster, ObjectRef
-from planner.hooks.kubernetes.controller import keeping, leaving, readiness, scaling, telling
+from planner.hooks.kubernetes.cluster import Cluster
+from planner.hooks.kubernetes.controller import announcing, coming, keeping, leaving, readiness, telling
 from planner.hooks.kubernetes.controller.acting import Acting, Action
+from planner.hooks.kubernetes.controller.memory import Memory, remember
 from planner.hooks.kubernetes.controller.metrics import Metrics
 from planner.hooks.kubernetes.controller.scene import Look, Scene, ended, scene
 from planner.hooks.kubernetes.controller.world import World
@@ -26,40 +27,10 @@ from rfork.wire import ScaleUpView
 
 AWAY_TOLD_S: Final = 10.0
 """Silence of the planner that workloads are told of."""
-MOST_KEPT: Final = 20_000
-"""Instances that were removed, and things that were told, which are remembered."""
 
 Decided = TypeVar("Decided")
 Clock = Callable[[], float]
 """Seconds since the epoch: what the cluster's times are told in."""
-
-
-@dataclass
-class Memory:
-    """What a leader has done since it leads."""
-
-    rises: dict[str, scaling.Rise] = field(default_factory=dict)
-    came: frozenset[str] = frozenset()
-    """UIDs of the Pods that the planner has known."""
-    spoken: dict[str, int] | None = None
-    """Sizes that are no news, by the scale-up's id; see `scaling.spoken_of`."""
-    differs: dict[str, scaling.Differs] = field(default_factory=dict)
-    announced_at: dict[str, float] = field(default_factory=dict)
-    """When each scale-up was announced last, by its id."""
-    over_before: frozenset[str] = frozenset()
-    """UIDs of the Pods that were gone or had ended when it came to lead."""
-    removed: dict[str, None] = field(default_factory=dict)
-    changed: dict[str, float] = field(default_factory=dict)
-    """When each Pod's cost was changed last, by UID."""
-    said: dict[str, readiness.Said] = field(default_factory=dict)
-    told: dict[str, None] = field(default_factory=dict)
-    """What Events are about that were told, the first first: some planner's list may have it once more."""
-    affected: dict[str, ObjectRef] = field(default_factory=dict)
-    """Workloads whose Pods started since the planner is away, by UID."""
-    told_away: dict[str, ObjectRef] = field(default_factory=dict)
-    """Those of them that were told so."""
-    announced: dict[str, telling.Telling] = field(default_factory=dict)
-    """What is still to be told of scale-ups, by the UID of whom it is about."""
 
 
 class Controller:
@@ -153,30 +124,30 @@ class Controller:
         memory.said = {uid: said for uid, said in memory.said.items() if uid in pods}
         if memory.announced or memory.told_away:
             # Where all of a workload is gone, its namespace may be too, in which nobody can be told any more.
-            known = scaling.own_names(seen)
+            known = announcing.own_names(seen)
             memory.announced = {uid: one for uid, one in memory.announced.items() if uid in known}
             memory.told_away = {uid: about for uid, about in memory.told_away.items() if uid in known}
         return seen
 
     # -- what is to be done ------------------------------------------------------------------------
 
-    def _scaling(self, seen: Scene) -> scaling.Waited | None:
+    def _scaling(self, seen: Scene) -> coming.Waited | None:
         if self._look is None:
             return None  # nobody knows who has come
         memory, told, look_at = self._memory, seen.look.scaleups, seen.look.at
-        waited = scaling.coming(seen, memory.rises, self._settings.scaleup_s)
-        own = {*memory.announced_at, *self.world.workloads.gone, *scaling.own_names(seen)}
+        waited = coming.coming(seen, memory.rises, self._settings.scaleup_s)
+        own = {*memory.announced_at, *self.world.workloads.gone, *announcing.own_names(seen)}
         memory.rises = waited.rises
-        memory.spoken = scaling.spoken_of(memory.spoken, waited, told)
-        memory.differs = scaling.differing(waited.coming, told, own, memory.differs, look_at)
+        memory.spoken = announcing.spoken_of(memory.spoken, waited, told)
+        memory.differs = announcing.differing(waited.coming, told, own, memory.differs, look_at)
         over = memory.announced_at.keys() - waited.coming.keys() - told.keys()
         for uid in over:
-            if seen.now - memory.announced_at[uid] >= scaling.PAUSE_S:
+            if seen.now - memory.announced_at[uid] >= announcing.PAUSE_S:
                 del memory.announced_at[uid]
         self._metrics.coming.set(sum(one.scaleup.replicas for one in waited.coming.values()))
         return waited
 
-    def _announcing(self, seen: Scene, waited: scaling.Waited | None) -> Iterator[Action]:
+    def _announcing(self, seen: Scene, waited: coming.Waited | None) -> Iterator[Action]:
         if waited is None or seen.away_since is not None:
             return
         memory, look = self._memory, seen.look
@@ -184,16 +155,16 @@ class Controller:
         rose = {uid for uid in waited.coming if waited.sizes[uid] > spoken.get(uid, 0)}
         announced_s = {uid: seen.now - at for uid, at in memory.announced_at.items()}
         urgent = rose & seen.workloads.keys()
-        for one in scaling.to_announce(
+        for one in announcing.to_announce(
             waited.coming, look.scaleups, memory.differs, urgent, announced_s, look.at
         ):
             uid = one.scaleup.scaleup_id
             news = waited.sizes[uid] if uid in rose else None
             yield Action("announce", uid, partial(self._announce, one, news))
-        for uid in scaling.to_withdraw(waited.coming, look.scaleups, memory.differs, look.at):
+        for uid in announcing.to_withdraw(waited.coming, look.scaleups, memory.differs, look.at):
             yield Action("withdraw", uid, partial(self._withdraw, uid))
 
-    async def _announce(self, one: scaling.Coming, news: int | None) -> None:
+    async def _announce(self, one: coming.Coming, news: int | None) -> None:
         """`news`: the size that people are told of; None: they know."""
         uid, memory = one.scaleup.scaleup_id, self._memory
         view = await self._fleet.announce(one.scaleup)
@@ -219,10 +190,7 @@ class Controller:
 
     async def _remove(self, instance_id: str) -> None:
         await self._fleet.remove(instance_id)
-        removed = self._memory.removed
-        removed[instance_id] = None
-        while len(removed) > MOST_KEPT:
-            del removed[next(iter(removed))]
+        remember(self._memory.removed, (instance_id,))
 
     def _conditions(self, seen: Scene) -> tuple[readiness.Condition, ...]:
         if self._look is None and self._away_since is None:
@@ -254,7 +222,7 @@ class Controller:
         self._memory.changed[cost.pod.uid] = self._clock()
         await self._cluster.annotate(cost.pod, {names.DELETION_COST: cost.value})
 
-    def _events(self, seen: Scene, waited: scaling.Waited | None) -> list[telling.Telling]:
+    def _events(self, seen: Scene, waited: coming.Waited | None) -> list[telling.Telling]:
         memory = self._memory
         found = list(self._part("telling", lambda: telling.decide(seen, memory.told.keys())) or ())
         if seen.away_since is None:
@@ -273,9 +241,7 @@ class Controller:
     async def _tell(self, one: telling.Telling) -> None:
         await self._cluster.tell(one.about, one.kind, one.reason, one.message)
         memory = self._memory
-        memory.told |= dict.fromkeys(one.keys)
-        while len(memory.told) > MOST_KEPT:
-            del memory.told[next(iter(memory.told))]
+        remember(memory.told, one.keys)
         if memory.announced.get(one.about.uid) is one:
             del memory.announced[one.about.uid]
         if one.reason == telling.AWAY:

@@ -14,9 +14,9 @@ from typing import Final
 
 from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.cluster import EventType, ObjectRef, PodSeen
+from planner.hooks.kubernetes.controller.coming import Coming
 from planner.hooks.kubernetes.controller.owners import Owners
 from planner.hooks.kubernetes.controller.readiness import latest, waits
-from planner.hooks.kubernetes.controller.scaling import Coming
 from planner.hooks.kubernetes.controller.scene import (
     Look,
     Scene,

@@ -11,7 +11,8 @@ import pytest
 
 from planner.hooks.kubernetes.api import ApiCluster
 from planner.hooks.kubernetes.cluster import ClusterUnavailable, EventType, ObjectRef
-from planner.hooks.kubernetes.server import ApiServer, Document
+from planner.hooks.kubernetes.server import ApiServer
+from planner.hooks.kubernetes.shapes import Document
 
 POD = ObjectRef("Pod", "v1", "team", "llama-0", "uid-1")
 

@@ -8,19 +8,16 @@ import pytest
 
 from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.cluster import ObjectRef, PodSeen, WorkloadSeen
-from planner.hooks.kubernetes.controller.scaling import (
+from planner.hooks.kubernetes.controller.announcing import (
     PAUSE_S,
-    Coming,
     Differs,
-    Rise,
-    Waited,
-    coming,
     differing,
     own_names,
     spoken_of,
     to_announce,
     to_withdraw,
 )
+from planner.hooks.kubernetes.controller.coming import Coming, Rise, Waited, coming
 from planner.hooks.kubernetes.controller.scene import Look, scene
 from rfork.wire import ScaleUp, ScaleUpView
 from tests.unit.hooks.kubernetes.fake_cluster import MODEL, pod, uid, workload

@@ -7,7 +7,7 @@ import pytest
 
 from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.cluster import PodSeen
-from planner.hooks.kubernetes.controller.scaling import Coming
+from planner.hooks.kubernetes.controller.coming import Coming
 from planner.hooks.kubernetes.controller.scene import Look, Scene, scene
 from planner.hooks.kubernetes.controller.telling import decide, ended_before, expected, made_before
 from rfork.wire import ForkView, Placement, Rank, ScaleUp

@@ -1,0 +1,179 @@
+"""What a release is made of, built and looked at: `make release-check`, here and in the release workflow.
+
+    python -m deploy.release.check [--out dist] [--sbom build/release]
+
+1. Source distribution and wheel, from a clean copy of what git knows.
+2. Their metadata (twine) and what is in them (check-wheel-contents, and what only we know).
+3. The wheel in an environment of its own, without extras: `rfork version`, `rfork doctor`, the public names.
+4. A bill of materials of that environment (CycloneDX), in JSON.
+
+Reaches a package index and nothing else. Ends with 1 at the first thing that is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+from typing import Final
+
+from deploy.release import contents
+from rfork import __version__
+
+ROOT: Final = Path(__file__).parents[2]
+PUBLIC: Final = "import rfork; [getattr(rfork, name) for name in rfork.__all__]; print(rfork.__version__)"
+REQUIRED: Final = ("torch", "fastapi", "grpcio", "pydantic", "safetensors", "xxhash")
+"""Components without which a bill of materials is not one of ours."""
+
+
+class ReleaseError(Exception):
+    """Something about the release is wrong, in one line."""
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "dist", help="folder of the distributions; emptied"
+    )
+    parser.add_argument("--sbom", type=Path, default=ROOT / "build" / "release", help="folder of the SBOM")
+    options = parser.parse_args()
+    try:
+        check(options.out.resolve(), options.sbom.resolve())
+    except (ReleaseError, contents.WrongContents) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def check(out: Path, sbom: Path) -> None:
+    """All steps. Raises ReleaseError or WrongContents."""
+    with tempfile.TemporaryDirectory(prefix="rfork-release-") as made:
+        folder = Path(made)
+        files = clean_copy(folder / "source")
+        source, wheel = build(files, out)
+        step("metadata", [sys.executable, "-m", "twine", "check", "--strict", str(source), str(wheel)])
+        step(
+            "wheel", [sys.executable, "-m", "check_wheel_contents", "--toplevel", "rfork,planner", str(wheel)]
+        )
+        told = contents.check_wheel(wheel, files, __version__)
+        contents.check_source(source, __version__)
+        print(f"wheel: {told}")
+        python = installed(wheel, folder / "venv")
+        look(python)
+        print(f"sbom: {bill_of_materials(python, versioned(folder), sbom)}")
+    for path in (source, wheel):
+        print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
+
+
+def clean_copy(target: Path) -> Path:
+    """The files that git knows, as they are now: what lies about beside them is in no release."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True,
+    ).stdout  # fmt: skip
+    for name in filter(None, listed.decode().split("\0")):
+        path = ROOT / name
+        if path.is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target / name)
+    return target
+
+
+def build(source: Path, out: Path) -> tuple[Path, Path]:
+    """The source distribution, and the wheel that is built from it."""
+    shutil.rmtree(out, ignore_errors=True)
+    step("build", [sys.executable, "-m", "build", "--outdir", str(out), str(source)])
+    return found(out, "*.tar.gz"), found(out, "*.whl")
+
+
+def found(folder: Path, pattern: str) -> Path:
+    """The one file of that pattern."""
+    files = list(folder.glob(pattern))
+    if len(files) != 1:
+        raise ReleaseError(f"{folder} has {len(files)} files {pattern}, and should have one")
+    return files[0]
+
+
+def installed(wheel: Path, folder: Path) -> Path:
+    """The Python of a new environment with the wheel and nothing that it does not ask for."""
+    venv.create(folder)  # without pip, which is no part of what runs
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    # torch first and alone: what comes later would otherwise choose its build.
+    pins = ["-c", str(ROOT / "constraints.txt")]
+    for what in ("torch", str(wheel)):
+        step(f"install {Path(what).name}", [*pip, *pins, what])
+    return python
+
+
+def look(python: Path) -> None:
+    """What a user does first, far from the sources: it works without extras."""
+    told = said(python.parent / "rfork", "version")
+    if told != __version__ or said(python, "-c", PUBLIC) != __version__:
+        raise ReleaseError(f"the wheel says that it is {told}, and this is {__version__}")
+    checks = json.loads(said(python.parent / "rfork", "doctor", "--json"))["checks"]
+    if not checks:
+        raise ReleaseError("rfork doctor found nothing to look at")
+    print(f"installed: rfork {told}, doctor made {len(checks)} checks")
+
+
+def versioned(folder: Path) -> Path:
+    """pyproject.toml with the version that it takes from the code, for who only reads that file."""
+    text = (ROOT / "pyproject.toml").read_text()
+    path = folder / "pyproject.toml"
+    path.write_text(text.replace('dynamic = ["version"]', f'version = "{__version__}"'))
+    shutil.copy2(ROOT / "LICENSE", folder)
+    return path
+
+
+def bill_of_materials(python: Path, project: Path, folder: Path) -> Path:
+    """The environment's packages with their versions and licences, validated against CycloneDX's schema."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rfork-{__version__}.cdx.json"
+    command = [sys.executable, "-m", "cyclonedx_py", "environment", "--validate", "--output-reproducible"]
+    about = ["--pyproject", str(project), "--mc-type", "library"]
+    output = ["--output-format", "JSON", "--output-file", str(path)]
+    step("sbom", [*command, *about, *output, str(python)])
+    document = json.loads(path.read_text())
+    subject = document["metadata"]["component"]
+    if (subject["name"], subject.get("version")) != ("rfork", __version__):
+        raise ReleaseError(f"the SBOM is of {subject['name']} {subject.get('version')}")
+    components = {each["name"].lower() for each in document["components"]}
+    if missing := [name for name in REQUIRED if name not in components]:
+        raise ReleaseError(f"the SBOM lacks {', '.join(missing)}")
+    return path
+
+
+def said(program: Path, *arguments: str) -> str:
+    """What a program of the new environment prints, started outside of this repository."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("RFORK", "PYTHON"))
+    }
+    done = subprocess.run(
+        [str(program), *arguments], cwd="/", env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode not in (0, 1) or (done.returncode == 1 and "doctor" not in arguments):
+        raise ReleaseError(
+            f"{program.name} {' '.join(arguments)} ended with {done.returncode}: {done.stderr}"
+        )
+    return done.stdout.strip()
+
+
+def step(name: str, command: list[str]) -> None:
+    """Run one; its output is shown if it fails."""
+    print(f"{name} …", flush=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stdout, done.stderr, file=sys.stderr)
+        raise ReleaseError(f"{name} ended with {done.returncode}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

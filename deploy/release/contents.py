@@ -1,0 +1,83 @@
+"""What has to be in the distributions, and what must not."""
+
+from __future__ import annotations
+
+import configparser
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+from typing import Final
+
+PACKAGES: Final = ("rfork", "planner")
+NEEDED: Final = (
+    "rfork/py.typed",
+    "planner/py.typed",
+    "rfork/peer/v1/peer_pb2.py",
+    "rfork/peer/v1/peer_pb2.pyi",
+    "rfork/peer/v1/peer_pb2_grpc.py",
+    "planner/hooks/keda/v1/externalscaler_pb2.py",
+    "planner/hooks/keda/v1/externalscaler_pb2_grpc.py",
+)
+ENTRY_POINTS: Final = {
+    "console_scripts": {"rfork": "rfork.cli.app:main"},
+    "vllm.general_plugins": {"rfork": "rfork.engines.vllm.plugin:register"},
+    "sglang.srt.plugins": {"rfork": "rfork.engines.sglang.plugin:register"},
+}
+UNWANTED: Final = ("tests", "benchmarks", "deploy", "docs", "__pycache__", "node_modules")
+
+
+class WrongContents(Exception):
+    """A distribution lacks a file, or has one too many."""
+
+
+def check_wheel(wheel: Path, root: Path, version: str) -> str:
+    """Look into a wheel that was built of `root`; one line of what it holds. Raises WrongContents."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        info = f"rfork-{version}.dist-info"
+        wanted = {*NEEDED, *assets(root), *modules(root), f"{info}/METADATA", f"{info}/licenses/LICENSE"}
+        if missing := sorted(wanted - names):
+            raise WrongContents(f"{wheel.name} lacks {missing[0]} ({len(missing)} such)")
+        tops = {name.partition("/")[0] for name in names}
+        if foreign := sorted(tops - {*PACKAGES, info}):
+            raise WrongContents(f"{wheel.name} brings {foreign[0]}, which is none of {', '.join(PACKAGES)}")
+        if unwanted := sorted(name for name in names if set(UNWANTED) & set(name.split("/"))):
+            raise WrongContents(f"{wheel.name} brings {unwanted[0]} ({len(unwanted)} such)")
+        points = configparser.ConfigParser()
+        points.read_string(archive.read(f"{info}/entry_points.txt").decode())
+        if (declared := {name: dict(points[name]) for name in points.sections()}) != ENTRY_POINTS:
+            raise WrongContents(f"{wheel.name} declares {declared}")
+        metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
+    told = (metadata["Name"], metadata["Version"], metadata["License-Expression"])
+    if told != ("rfork", version, "Apache-2.0"):
+        raise WrongContents(f"{wheel.name} says that it is {told}")
+    return f"{len(names)} files, {len(modules(root))} modules, {len(assets(root))} files of the page"
+
+
+def check_source(source: Path, version: str) -> None:
+    """Look into a source distribution. Raises WrongContents."""
+    with tarfile.open(source) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        tops = {name.partition("/")[0] for name in archive.getnames()}
+    if tops != {f"rfork-{version}"}:
+        raise WrongContents(f"{source.name} unpacks to {sorted(tops)}")
+    if missing := sorted({"pyproject.toml", "README.md", "LICENSE", *NEEDED} - names):
+        raise WrongContents(f"{source.name} lacks {missing[0]} ({len(missing)} such)")
+
+
+def modules(root: Path) -> set[str]:
+    """All modules of both packages."""
+    return {
+        path.relative_to(root).as_posix() for package in PACKAGES for path in (root / package).rglob("*.py")
+    }
+
+
+def assets(root: Path) -> set[str]:
+    """What the planner's page is made of."""
+    found = (root / "planner" / "ui").rglob("*")
+    return {
+        path.relative_to(root).as_posix()
+        for path in found
+        if path.is_file() and "__pycache__" not in path.parts
+    }

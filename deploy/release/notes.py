@@ -1,0 +1,31 @@
+"""What CHANGELOG.md says of a version: `python deploy/release/notes.py VERSION`, with nothing but Python."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Final
+
+CHANGELOG: Final = Path(__file__).parents[2] / "CHANGELOG.md"
+
+
+def notes(changelog: str, version: str) -> str:
+    """The section of that version. Raises KeyError where there is none."""
+    parts = re.split(r"^## \[([^\]]+)\].*$", changelog, flags=re.MULTILINE)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+    return re.split(r"^\[[^\]]+\]: ", sections[version], maxsplit=1, flags=re.MULTILINE)[0].strip()
+
+
+def main() -> int:
+    """The command."""
+    try:
+        print(notes(CHANGELOG.read_text(), sys.argv[1]))
+    except (KeyError, IndexError):
+        print(f"error: {CHANGELOG.name} has no section {' '.join(sys.argv[1:])}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Builds the site of docs/: the pages are gathered into one folder, with what they link to, for Zensical.
+
+    python -m docs.site.build [--out FOLDER] [--serve]
+
+Pages say ``../rfork/settings/planner.py`` where they mean that file, so that links work wherever the
+repository is read. A site has no such files: here they become pages of it. What a page has made of the code
+(``<!-- generated: NAME -->``) is made anew each time. Warnings are errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from docs.site.reference.pages import filled
+
+ROOT: Final = Path(__file__).parents[2]
+DOCS: Final = ROOT / "docs"
+SITE: Final = DOCS / "site"
+
+GUESTS: Final = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "deploy/helm/rfork/README.md": "chart.md",
+    "deploy/examples/README.md": "examples.md",
+}
+"""Pages that lie elsewhere in the repository, and what the site calls them."""
+LANGUAGES: Final = {
+    ".json": "json",
+    ".proto": "proto",
+    ".py": "python",
+    ".sh": "bash",
+    ".toml": "toml",
+    ".txt": "text",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+}
+FENCE: Final = re.compile(r"^ *(```+|~~~+)", re.MULTILINE)
+LINK: Final = re.compile(r"(?<=\]\()(?P<target>[^)\s]+)(?=\))")
+COMMENT: Final = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
+"""What pages say to their tests (tests/docs)."""
+
+
+class BrokenLink(Exception):
+    """A page links to what is not there."""
+
+
+def outside_code(text: str) -> Iterator[tuple[str, bool]]:
+    """The text in pieces, each with whether it is prose (and not a fenced block)."""
+    fence, prose = "", True
+    piece: list[str] = []
+    for line in text.splitlines(keepends=True):
+        mark = FENCE.match(line)
+        if mark and (prose or mark[1].startswith(fence)):
+            if prose:
+                yield "".join(piece), True
+                piece, prose, fence = [line], False, mark[1]
+            else:
+                yield "".join([*piece, line]), False
+                piece, prose = [], True
+        else:
+            piece.append(line)
+    yield "".join(piece), prose
+
+
+def is_elsewhere(target: str) -> bool:
+    """Whether a link leads to the web, or to a place on its own page."""
+    return target.startswith("#") or re.match(r"[a-z]+:", target) is not None
+
+
+@dataclass
+class Gathering:
+    """The folder that Zensical builds from, while it is filled."""
+
+    folder: Path
+    shown: set[Path] = field(default_factory=set)
+    """Files of the repository that have become pages."""
+
+    def run(self) -> None:
+        """Fill the folder with all pages and pictures of docs/, guests, and files that these link to."""
+        for path in sorted(DOCS.rglob("*")):
+            inside = path.relative_to(DOCS)
+            if path.is_dir() or inside.parts[0] == SITE.name:
+                continue
+            if path.suffix == ".md":
+                self.page(path, inside)
+            else:
+                self.write(inside, path.read_bytes())
+        for guest, name in GUESTS.items():
+            if (ROOT / guest).is_file():
+                self.page(ROOT / guest, Path(name))
+        for style in SITE.glob("*.css"):
+            self.write(Path(style.name), style.read_bytes())
+
+    def page(self, path: Path, name: Path) -> None:
+        """Take a page, its links made to fit, without what it says to its tests."""
+        text = "".join(
+            LINK.sub(lambda link: self.target(link["target"], path, name), COMMENT.sub("", piece))
+            if prose
+            else piece
+            for piece, prose in outside_code(filled(path.read_text()))
+        )
+        self.write(name, text.encode())
+
+    def target(self, target: str, page: Path, name: Path) -> str:
+        """What a link of a page has to say in the site."""
+        if is_elsewhere(target):
+            return target
+        path, _, anchor = target.partition("#")
+        meant = (page.parent / path).resolve()
+        if not meant.exists():
+            raise BrokenLink(f"{page.relative_to(ROOT)} links to {target}, which is not there")
+        there = self.place_of(meant)
+        up = "../" * (len(name.parts) - 1)
+        return f"{up}{there}{'#' + anchor if anchor else ''}"
+
+    def place_of(self, meant: Path) -> str:
+        """Where a file or folder of the repository is in the site; it is brought there if it is not yet."""
+        inside = str(meant.relative_to(ROOT))
+        if meant.is_relative_to(DOCS):
+            return str(meant.relative_to(DOCS))
+        if inside in GUESTS:
+            return GUESTS[inside]
+        if meant.is_dir() and f"{inside}/README.md" in GUESTS:
+            return GUESTS[f"{inside}/README.md"]
+        place = f"files/{inside}.md"
+        if meant not in self.shown:
+            self.shown.add(meant)
+            self.write(Path(place), self.shown_as_page(meant, inside).encode())
+        return place
+
+    def shown_as_page(self, meant: Path, inside: str) -> str:
+        """A file as it is, or what is in a folder."""
+        title = f"---\nsearch:\n  exclude: true\n---\n\n# `{inside}`\n\n"
+        if meant.is_dir():
+            files = sorted(path for path in meant.rglob("*") if path.is_file() and path.suffix in LANGUAGES)
+            up = "../" * len(Path("files", inside).parts[:-1])
+            lines = [f"- [`{path.relative_to(meant)}`]({up}{self.place_of(path)})" for path in files]
+            return title + "\n".join(lines) + "\n"
+        language = LANGUAGES.get(meant.suffix, "text")
+        return f"{title}``````{language}\n{meant.read_text()}\n``````\n"
+
+    def write(self, name: Path, content: bytes) -> None:
+        """Put a file into the folder."""
+        path = self.folder / "docs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def build(out: Path, *, serve: bool = False) -> int:
+    """Write the site to a folder, or show it on a port of this machine. Returns Zensical's exit code."""
+    with tempfile.TemporaryDirectory(prefix="rfork-docs-") as made:
+        folder = Path(made)
+        try:
+            Gathering(folder).run()
+        except BrokenLink as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        config = folder / "zensical.toml"
+        config.write_text((SITE / "zensical.toml").read_text().replace("@ROOT@", str(ROOT)))
+        how = ["serve"] if serve else ["build", "--strict"]
+        command = [sys.executable, "-m", "zensical", *how, "--config-file", str(config)]
+        done = subprocess.run(command, cwd=folder, check=False)
+        if done.returncode == 0 and not serve:
+            shutil.rmtree(out, ignore_errors=True)
+            shutil.copytree(folder / "site", out)
+        return done.returncode
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "docs", help="folder to write to")
+    parser.add_argument("--serve", action="store_true", help="show it instead, on http://localhost:8000")
+    given = parser.parse_args()
+    return build(given.out.resolve(), serve=given.serve)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

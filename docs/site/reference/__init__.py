@@ -1,0 +1,1 @@
+"""What the reference pages are made of, read from the code itself whenever the site is built (`pages`)."""

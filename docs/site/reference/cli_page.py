@@ -1,0 +1,112 @@
+"""The command line: every command of `rfork`, with its arguments and options, from typer's own tree."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+from typer.main import get_command
+
+from docs.site.reference.markdown import anchor_of, block, code, heading, table, whole
+from rfork.cli.app import app
+
+ENVIRONMENT = re.compile(r"\s*\[env: ([A-Z0-9_]+)\]")
+"""How an option's text names the setting that it goes before."""
+VALUES = {
+    "<str>": "TEXT",
+    "<int>": "NUMBER",
+    "<float>": "NUMBER",
+    "<list[int]>": "NUMBER",
+    "<list[str]>": "TEXT",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that does something, by its whole name."""
+
+    name: str
+    command: TyperCommand
+
+
+def commands() -> Iterator[Command]:
+    """All of them, in the order of `rfork --help`."""
+    yield from _below("rfork", cast(TyperGroup, get_command(app)))
+
+
+def page() -> str:
+    """A section for each command."""
+    return "\n".join(_section(each) for each in commands())
+
+
+def _below(name: str, command: TyperCommand | TyperGroup) -> Iterator[Command]:
+    if not isinstance(command, TyperGroup):
+        yield Command(name, command)
+        return
+    for child, below in command.commands.items():
+        if not below.hidden:
+            yield from _below(f"{name} {child}", cast(TyperCommand, below))
+
+
+def _section(each: Command) -> str:
+    context = typer.Context(each.command, info_name=each.name)
+    usage = _plain(" ".join(each.command.collect_usage_pieces(context)))
+    parts = [heading(2, each.name, anchor_of(each.name)), block(f"{each.name} {usage}")]
+    parts.append(_prose(each.command.help or "") + "\n")
+    parameters = cast(list[TyperArgument | TyperOption], each.command.params)  # typer makes no others
+    shown = [each for each in parameters if not each.hidden]
+    arguments = [
+        [code(_plain("".join(each.get_usage_pieces(context)))), _text(each)[0], _default(each)]
+        for each in shown
+        if isinstance(each, TyperArgument)
+    ]
+    options = [
+        [", ".join(map(whole, (*each.opts, *each.secondary_opts))), _value(each, context), *_told(each)]
+        for each in shown
+        if isinstance(each, TyperOption) and each.name != "help"
+    ]
+    if arguments:
+        parts.append(table(["argument", "what it is", "default"], arguments))
+    if options:
+        parts.append(table(["option", "value", "what it says", "setting", "default"], options))
+    return "\n".join(parts)
+
+
+def _plain(usage: str) -> str:
+    """Without the braces that typer puts around what must be given."""
+    return re.sub(r"\{([^|}]+)\}", r"\1", usage).replace("......", "...")
+
+
+def _prose(text: str) -> str:
+    """A command's help: its paragraphs, and lines of examples as code."""
+    paragraphs = [part for part in re.split(r"\n\s*\n", text.replace("\b", "").strip()) if part.strip()]
+    return "\n\n".join(block(part) if part.startswith("    ") else part.strip() for part in paragraphs)
+
+
+def _told(option: TyperOption) -> list[str]:
+    text, variable = _text(option)
+    link = f"[{whole(variable)}](settings.md#{anchor_of(variable)})" if variable else ""
+    return [text, link, _default(option)]
+
+
+def _text(parameter: TyperOption | TyperArgument) -> tuple[str, str]:
+    """What it says of itself, and the variable of its setting."""
+    text = parameter.help or ""
+    found = ENVIRONMENT.search(text)
+    return ENVIRONMENT.sub("", text).replace("[", "(").replace("]", ")"), found[1] if found else ""
+
+
+def _value(option: TyperOption, context: typer.Context) -> str:
+    """What follows the option; nothing for a flag."""
+    record = option.get_help_record(context)
+    last = record[0].rpartition(" ")[2] if record is not None and not option.is_flag else ""
+    return "" if not last or last.startswith("-") else whole(VALUES.get(last, last))
+
+
+def _default(parameter: TyperOption | TyperArgument) -> str:
+    value = parameter.default
+    return "" if value is None or value is False or callable(value) or not str(value) else code(str(value))

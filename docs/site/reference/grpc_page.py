@@ -1,0 +1,123 @@
+"""gRPC: services and messages of `proto/`, with the comments that stand there, as protoc reads them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    FieldDescriptorProto,
+    FileDescriptorProto,
+    FileDescriptorSet,
+    MethodDescriptorProto,
+)
+from grpc_tools import protoc
+
+from docs.site.reference.markdown import anchor_of, block, code, heading, table, whole
+
+PROTO = Path(__file__).parents[3] / "proto"
+PEER = "rfork/v1/peer.proto"
+SCALER = "externalscaler/externalscaler.proto"
+MESSAGE, SERVICE, FIELD, METHOD, NESTED = 4, 6, 2, 2, 3
+"""Numbers of fields in descriptor.proto, of which a comment's place is made."""
+
+Place = tuple[int, ...]
+
+
+@cache
+def described(name: str) -> FileDescriptorProto:
+    """One file of `proto/`, with its comments. Raises RuntimeError where protoc does not take it."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "descriptors")
+        told = ["protoc", f"-I{PROTO}", "--include_source_info", f"--descriptor_set_out={out}", name]
+        if protoc.main(told):
+            raise RuntimeError(f"protoc does not take proto/{name}")
+        return FileDescriptorSet.FromString(out.read_bytes()).file[0]
+
+
+def page(name: str) -> str:
+    """Services with their calls, then messages with their fields."""
+    file = described(name)
+    comments = {
+        tuple(place.path): (place.leading_comments, place.trailing_comments)
+        for place in file.source_code_info.location
+    }
+    parts = []
+    for index, service in enumerate(file.service):
+        at = (SERVICE, index)
+        parts.append(
+            heading(
+                3, f"Service {code(f'{file.package}.{service.name}')}", anchor_of("service", service.name)
+            )
+        )
+        parts.append(_comment(comments, at) + "\n")
+        for number, method in enumerate(service.method):
+            parts.append(heading(4, code(method.name), anchor_of(service.name, method.name)))
+            parts.append(block(_call(method), "proto"))
+            parts.append(_comment(comments, (*at, METHOD, number)) + "\n")
+    for index, message in enumerate(file.message_type):
+        parts += _message(message, (MESSAGE, index), comments, message.name)
+    return "\n".join(parts)
+
+
+def messages(name: str) -> Iterator[tuple[str, DescriptorProto]]:
+    """All messages of a file that are no maps' entries, by their names."""
+    yield from _all(described(name).message_type, "")
+
+
+def _all(found: Sequence[DescriptorProto], before: str) -> Iterator[tuple[str, DescriptorProto]]:
+    for message in found:
+        if not message.options.map_entry:
+            yield before + message.name, message
+            yield from _all(message.nested_type, f"{before}{message.name}.")
+
+
+def _message(
+    message: DescriptorProto, at: Place, comments: Mapping[Place, tuple[str, str]], name: str
+) -> Iterator[str]:
+    if message.options.map_entry:
+        return
+    yield heading(3, f"Message {code(name)}", anchor_of("message", name))
+    if told := _comment(comments, at):
+        yield told + "\n"
+    rows = [
+        [
+            str(field.number),
+            whole(field.name),
+            whole(_type(message, field)),
+            _comment(comments, (*at, FIELD, index)),
+        ]
+        for index, field in enumerate(message.field)
+    ]
+    yield table(["number", "field", "type", "what it says"], rows) if rows else "No fields.\n"
+    for index, nested in enumerate(message.nested_type):
+        yield from _message(nested, (*at, NESTED, index), comments, f"{name}.{nested.name}")
+
+
+def _comment(comments: Mapping[Place, tuple[str, str]], at: Place) -> str:
+    """What stands before it, or behind it on its line."""
+    leading, trailing = comments.get(at, ("", ""))
+    lines = (line.removeprefix(" ") for line in (leading or trailing).splitlines())
+    return "\n".join(lines).strip()
+
+
+def _call(method: MethodDescriptorProto) -> str:
+    words = ("stream " * method.client_streaming, "stream " * method.server_streaming)
+    asked, answered = method.input_type.rpartition(".")[2], method.output_type.rpartition(".")[2]
+    return f"rpc {method.name}({words[0]}{asked}) returns ({words[1]}{answered})"
+
+
+def _type(message: DescriptorProto, field: FieldDescriptorProto) -> str:
+    kind = FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_").lower()
+    if field.type == FieldDescriptorProto.TYPE_MESSAGE:
+        kind = field.type_name.rpartition(".")[2]
+        for nested in message.nested_type:
+            if nested.name == kind and nested.options.map_entry:
+                key, value = nested.field
+                return f"map<{_type(nested, key)}, {_type(nested, value)}>"
+    if field.label == FieldDescriptorProto.LABEL_REPEATED:
+        return f"repeated {kind}"
+    return f"optional {kind}" if field.proto3_optional else kind

@@ -1,0 +1,40 @@
+"""Which part of a page is made of what: a line ``<!-- generated: NAME -->`` stands for what NAME makes.
+
+The build of the site asks for it (`docs/site/build.py`), so that no page is ever older than the code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from docs.site.reference import (
+    cli_page,
+    errors_page,
+    grpc_page,
+    metrics_page,
+    python_page,
+    rest_page,
+    settings_page,
+)
+
+MARKER: Final = re.compile(r"^<!-- generated: ([a-z-]+) -->$", re.MULTILINE)
+PARTS: Final[Mapping[str, Callable[[], str]]] = {
+    "cli": cli_page.page,
+    "error-tree": errors_page.tree,
+    "errors": errors_page.page,
+    "grpc-peer": lambda: grpc_page.page(grpc_page.PEER),
+    "grpc-scaler": lambda: grpc_page.page(grpc_page.SCALER),
+    "metrics": metrics_page.page,
+    "python": python_page.page,
+    "rest-problems": rest_page.page_problems,
+    "rest-routes": rest_page.page_routes,
+    "rest-schemas": rest_page.page_schemas,
+    "settings": settings_page.page,
+}
+
+
+def filled(markdown: str) -> str:
+    """A page with all of its parts. Raises KeyError for a name that nothing makes."""
+    return MARKER.sub(lambda found: PARTS[found[1]](), markdown)

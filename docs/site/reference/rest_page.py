@@ -1,0 +1,248 @@
+"""REST: every route of the planner, its role, bodies, answers and problems, from its OpenAPI document."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from docs.site.reference.markdown import (
+    anchor_of,
+    as_json,
+    code,
+    codes,
+    folded,
+    heading,
+    sentence,
+    table,
+    whole,
+)
+from planner.app import create_app
+from planner.auth import OPEN_PATHS
+from planner.problems import MEDIA_TYPE, TYPES
+from rfork.settings import PlannerSettings
+
+Document = Mapping[str, Any]
+"""A part of an OpenAPI document: JSON as the specification has it."""
+
+TITLES = {
+    "instances": "Instances",
+    "forks": "Forks",
+    "models": "Models",
+    "scaleups": "Scale-ups",
+    "events": "Events",
+    "vllm-ascend": "vLLM-Ascend's clients",
+}
+LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+GUARD = 1e9
+"""A limit from here on only keeps numbers sane: it says nothing to people."""
+
+
+@cache
+def openapi() -> Document:
+    """The document of a planner that asks for tokens, so that each route names its role."""
+    return create_app(PlannerSettings.model_validate({"token": "reference"})).openapi()
+
+
+def operations() -> Iterator[tuple[str, str, Document]]:
+    """Method, path and operation of each route."""
+    for path, methods in openapi()["paths"].items():
+        for method, operation in methods.items():
+            yield method.upper(), path, operation
+
+
+def page_routes() -> str:
+    """All routes, resource by resource."""
+    by_tag: defaultdict[str, list[tuple[str, str, Document]]] = defaultdict(list)
+    for method, path, operation in operations():
+        by_tag[(operation.get("tags") or ["others"])[0]].append((method, path, operation))
+    parts = [
+        table(
+            ["route", "role", "what it does"],
+            (
+                [
+                    f"[{code(f'{method} {path}')}](#{anchor_of(method, path)})",
+                    role_of(path, operation),
+                    sentence(_summary(operation)),
+                ]
+                for method, path, operation in operations()
+            ),
+        )
+    ]
+    for tag, found in by_tag.items():
+        title = TITLES.get(tag, tag.capitalize())
+        parts.append(heading(2, title, anchor_of("routes", tag)))
+        parts += [_route(method, path, operation) for method, path, operation in found]
+    return "\n".join(parts)
+
+
+def page_schemas() -> str:
+    """All bodies, with their fields."""
+    parts = []
+    for name, schema in sorted(openapi()["components"]["schemas"].items()):
+        if name in ("HTTPValidationError", "ValidationError"):
+            continue  # FastAPI's own, which the planner's problems stand in for
+        parts.append(heading(3, name, anchor_of(name)))
+        if schema.get("description"):
+            parts.append(" ".join(schema["description"].split()).replace("``", "`") + "\n")
+        parts.append(_fields(schema))
+    return "\n".join(parts)
+
+
+def page_problems() -> str:
+    """Every problem that a route's own description names, with its routes."""
+    found: defaultdict[tuple[str, int, str], list[str]] = defaultdict(list)
+    for method, path, operation in operations():
+        for answer in operation["responses"].values():
+            example = answer.get("content", {}).get(MEDIA_TYPE, {}).get("example")
+            if example is not None:
+                slug = example["type"].removeprefix(TYPES)
+                found[(slug, example["status"], example["detail"])].append(f"{method} {path}")
+    every = len({path for _, path, _ in operations() if path.startswith("/v1")})
+    rows = []
+    for (slug, status, detail), routes in sorted(found.items(), key=lambda each: (each[0][1], each[0][0])):
+        where = "most routes" if len(routes) >= every // 2 else codes(routes)
+        told = "" if detail == "what is wrong, in one line" else f"“{detail}”"
+        rows.append([whole(slug, f"problem-{slug}"), str(status), told, where])
+    return table(["problem", "status", "for example", "of"], rows)
+
+
+def role_of(path: str, operation: Document) -> str:
+    """The role that a route needs."""
+    return "none: open to all" if path in OPEN_PATHS else str(operation.get("x-rfork-role", "operator"))
+
+
+def _summary(operation: Document) -> str:
+    return str(operation.get("summary", "")).strip()
+
+
+def _route(method: str, path: str, operation: Document) -> str:
+    parts = [heading(3, code(f"{method} {path}"), anchor_of(method, path))]
+    parts.append(f"**{sentence(_summary(operation))}** Role: {role_of(path, operation)}.\n")
+    if operation.get("description"):
+        parts.append(operation["description"].strip() + "\n")
+    parameters = operation.get("parameters", [])
+    if parameters:
+        rows = (
+            [
+                whole(each["name"]),
+                each["in"] + ("" if each.get("required") else ", optional"),
+                type_of(each["schema"]),
+                sentence(each.get("description") or ""),
+            ]
+            for each in parameters
+        )
+        parts.append(table(["parameter", "where", "type", "what it is"], rows))
+    parts += _body(operation)
+    parts += _answers(operation)
+    return "\n".join(parts)
+
+
+def _body(operation: Document) -> Iterator[str]:
+    for kind, content in operation.get("requestBody", {}).get("content", {}).items():
+        yield f"Body ({code(kind)}): {type_of(content.get('schema', {}))}.\n"
+        for name, example in content.get("examples", {}).items():
+            yield folded(f"Body: {name}", as_json(_lean(example["value"])))
+
+
+def _answers(operation: Document) -> Iterator[str]:
+    rows, examples = [], []
+    for status, answer in sorted(operation["responses"].items()):
+        content = answer.get("content", {})
+        slugs, types = "", ""
+        for kind, told in content.items():
+            if kind == MEDIA_TYPE:
+                slug = told.get("example", {}).get("type", "").removeprefix(TYPES)
+                slugs = f"[{code(slug)}](#problem-{slug})" if slug else ""
+            else:
+                types = type_of(told.get("schema", {})) if told.get("schema") else code(kind)
+            if kind == MEDIA_TYPE:
+                continue
+            if "example" in told:
+                examples.append(folded(f"Answer {status}", _shown(told["example"])))
+            for name, example in told.get("examples", {}).items():
+                examples.append(folded(f"Answer {status}: {name}", _shown(example["value"])))
+        headers = codes(name for name in answer.get("headers", {}) if name != "X-Request-Id")
+        rows.append([status, types or slugs, _when(answer), headers])
+    yield table(["status", "what comes", "when", "headers"], rows)
+    yield from examples
+
+
+def _when(answer: Document) -> str:
+    """What an answer says of itself, unless it is no more than FastAPI's word for all of them."""
+    told = str(answer.get("description", ""))
+    return "" if told == "Successful Response" else sentence(told)
+
+
+def _shown(example: object) -> str:
+    return f"```text\n{example.rstrip()}\n```\n" if isinstance(example, str) else as_json(_lean(example))
+
+
+def _lean(value: Any) -> Any:
+    """An example without the fields that say nothing."""
+    if isinstance(value, Mapping):
+        kept = {key: _lean(each) for key, each in value.items()}
+        return {key: each for key, each in kept.items() if each not in (None, [], {})}
+    return [_lean(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _fields(schema: Document) -> str:
+    if "enum" in schema:
+        return "One of " + codes(map(str, schema["enum"])) + ".\n"
+    required = set(schema.get("required", ()))
+    rows = (
+        [
+            whole(name),
+            type_of(field) + _bounds(field),
+            "" if name in required else _default(field),
+            sentence(field.get("description") or ""),
+        ]
+        for name, field in schema.get("properties", {}).items()
+    )
+    told = list(rows)
+    return table(["field", "type", "without it", "what it says"], told) if told else "No fields.\n"
+
+
+def _default(field: Document) -> str:
+    value = field.get("default")
+    if value is None or value in ([], {}, ""):
+        return "none"
+    if isinstance(value, Mapping):
+        return "its own defaults"
+    return code(str(value).lower() if isinstance(value, bool) else str(value))
+
+
+def _bounds(field: Document) -> str:
+    inside = next((each for each in field.get("anyOf", ()) if each.get("type") != "null"), field)
+    told = []
+    for name, sign in LIMITS.items():
+        if name in inside and abs(inside[name]) < GUARD:
+            told.append(f"{sign} {inside[name]:g}" if inside[name] < 1e5 else f"{sign} {inside[name]:,.0f}")
+    if "maxLength" in inside:
+        told.append(f"at most {inside['maxLength']} characters")
+    if "maxItems" in inside:
+        told.append(f"at most {inside['maxItems']}")
+    return ", " + ", ".join(told) if told else ""
+
+
+def type_of(schema: Document) -> str:
+    """A schema in a few words; another one by a link to its fields."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{anchor_of(name)})"
+    for several in ("anyOf", "oneOf", "allOf"):
+        if several in schema:
+            return " or ".join(type_of(each) for each in schema[several] if each.get("type") != "null")
+    if "enum" in schema:
+        return " or ".join(code(str(value)) for value in schema["enum"])
+    if "const" in schema:
+        return code(str(schema["const"]))
+    kind = schema.get("type", "any")
+    if kind == "array":
+        if "prefixItems" in schema:
+            return "[" + ", ".join(type_of(each) for each in schema["prefixItems"]) + "]"
+        return f"list of {type_of(schema.get('items', {}))}"
+    if kind == "object" and isinstance(schema.get("additionalProperties"), Mapping):
+        return f"object of {type_of(schema['additionalProperties'])}"
+    return str(kind)

@@ -1,0 +1,67 @@
+"""Previews: what would happen if replicas came now."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Body
+
+from planner.api import examples
+from planner.api.documents import ALWAYS, WITH_BODY, Told, answer, named, problems
+from planner.previews import known, preview
+from planner.problems import ProblemError, invalid
+from planner.registry import Registry
+from rfork.wire import Preview, PreviewPage, PreviewRequest
+
+MOST: Final = 8192
+"""Targets of all ranks that one call asks about."""
+
+UNKNOWN = Told(404, "unknown-model", "no instance of llama is known")
+
+
+def previews_router(registry: Registry) -> APIRouter:
+    """The routes under /v1/previews."""
+    router = APIRouter(prefix="/v1/previews", tags=["previews"], responses=problems(*ALWAYS))
+    # One at a time: Python has its thread and the event loop's take turns.
+    turn = asyncio.Lock()
+
+    @router.post(
+        "",
+        summary="Preview replicas that would come",
+        responses=answer(examples.PREVIEWS) | problems(*WITH_BODY, UNKNOWN),
+    )
+    async def ask(
+        request: Annotated[PreviewRequest, Body(openapi_examples=named({"three": examples.PREVIEW_REQUEST}))],
+    ) -> PreviewPage:
+        """Who would read what from whom if replicas came now, and when each would be whole.
+
+        Nothing is registered, planned or kept: a reader may ask. It is the planner's own policy that decides,
+        over what it knows at this moment and over as many `targets` that do not exist; they are taken to be
+        like a seed of the model. The seconds are those of the transfer, as the links would do it: without
+        the start of engines, without replicas that come later than others, and without forks that are planned
+        again. Of a model with many ranks ask for one (`rank_key`), or for few targets.
+        """
+        await registry.sweep()
+        state, now = registry.state, registry.now()
+        groups = sorted(state.groups_of(request.model), key=lambda group: group.rank_key)
+        if not groups:
+            raise ProblemError(404, "unknown-model", f"no instance of {request.model} is known")
+        if request.rank_key is not None:
+            ranks = ", ".join(group.rank_key for group in groups[:8])
+            groups = [group for group in groups if group.rank_key == request.rank_key]
+            if not groups:
+                raise ProblemError(404, "unknown-model", f"no instance of that rank is known, but of {ranks}")
+        if len(groups) * request.targets > MOST:
+            raise invalid(
+                "targets", f"{request.targets} of {len(groups)} ranks are more than {MOST}: name one rank_key"
+            )
+        items: list[Preview] = []
+        for group in groups:
+            async with turn:
+                one = known(state, group, request, registry.now() if items else now)
+                if one is not None:
+                    items.append(await asyncio.to_thread(preview, one))
+        return PreviewPage(items=tuple(items))
+
+    return router

@@ -1,0 +1,145 @@
+"""What instances and forks say, taken in: checked, and put with what is known of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from planner.blame import Verdict, judge
+from planner.metrics import Metrics
+from planner.problems import ProblemError, check_ranges, invalid
+from planner.store.base import Change, Store
+from planner.store.records import ForkRecord, GroupKey, InstanceRecord
+from rfork.fields import Outcome
+from rfork.logs import logger
+from rfork.settings import PlannerSettings
+from rfork.tracing import TraceContext
+from rfork.wire import ForkFinish, ForkRequest, InstanceReport
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that was checked, with what it says of its target and its sources."""
+
+    request: ForkRequest
+    target: InstanceRecord
+    known: bool
+    """Whether the instance was known before it asked."""
+    old: ForkRecord | None
+    verdict: Verdict
+    arrives: bool = False
+    """Whether its instance asks for the first time, and not for a fork that somebody else planned."""
+    trace: TraceContext | None = None
+    """The span of its request, where that is traced."""
+
+    @property
+    def fork_id(self) -> str:
+        """The fork's id."""
+        return self.request.fork_id
+
+    @property
+    def group(self) -> GroupKey:
+        """What it may share weights with."""
+        return self.target.group
+
+    @property
+    def urgent(self) -> bool:
+        """Whether it lost a source, or has begun: it must not wait for others."""
+        return bool(self.request.faults or self.request.current or self.target.report.verified)
+
+
+class Asking:
+    """Takes reports and requests in, before anything is planned."""
+
+    def __init__(self, settings: PlannerSettings, store: Store, metrics: Metrics) -> None:
+        self._settings = settings
+        self._store = store
+        self._metrics = metrics
+        self._log = logger("planner.asking")
+
+    def heard(self, report: InstanceReport) -> InstanceRecord:
+        """The instance's record with this report in it, and with what was found out about it before."""
+        check_ranges("verified", report.verified, report.chunk_count)
+        now, old = self._store.now(), self._store.state.instance(report.instance_id)
+        if old is None:
+            return InstanceRecord(report, seen_at=now, forget_s=self._settings.forget_s, since=now)
+        served = now >= old.quarantined_until
+        return replace(
+            old,
+            report=report,
+            seen_at=now,
+            missing=False,
+            quarantined_until=0.0 if served else old.quarantined_until,
+            quarantine="" if served else old.quarantine,
+        )
+
+    def log_new(self, report: InstanceReport) -> None:
+        """An instance is new, or in another state than it was."""
+        self._log.info(
+            "instance reported", instance_id=report.instance_id, state=report.state, model=report.model,
+            rank=report.rank.key, address=report.address,
+        )  # fmt: skip
+
+    async def asked(self, request: ForkRequest) -> Asked:
+        """Check a request and weigh the faults it reports. Raises ProblemError."""
+        report, state, now = request.instance, self._store.state, self._store.now()
+        if report.state != "loading":
+            raise invalid("instance.state", "an instance that asks for a fork is loading")
+        for share in request.current:
+            check_ranges("current", share.chunks, report.chunk_count)
+        old = state.fork(request.fork_id)
+        if old is not None and old.instance_id != report.instance_id:
+            raise ProblemError(409, "fork-conflict", f"fork {request.fork_id} belongs to {old.instance_id}")
+        if old is not None and not old.live and not old.lost:
+            raise ProblemError(409, "fork-ended", f"fork {request.fork_id} has ended: ask under another id")
+        target = self._target(request)
+        for fault in request.faults:
+            self._metrics.fault(fault)
+        verdict = judge(request.faults, old, state.instance, now, self._settings.quarantine_s)
+        known = state.instance(report.instance_id)
+        if known is not None and set(known.report.storage) - set(report.storage):
+            verdict = verdict.without(report.instance_id)  # what failed is offered no more: the rest is good
+        before = state.live_fork_of(report.instance_id)
+        ended: tuple[ForkRecord, ...] = ()
+        if before is not None and before.fork_id != request.fork_id:
+            why = f"its instance began fork {request.fork_id}"
+            finish = finish_of(before, "interrupted", why, now)
+            self._metrics.ended(finish)
+            ended = (replace(before, lost=True, finish=finish),)
+        for record in verdict.marked:
+            if now < record.quarantined_until:
+                self._metrics.quarantined()
+                self._log.warning(
+                    "source quarantined", instance_id=record.report.instance_id, reason=record.quarantine,
+                    fork_id=request.fork_id, quarantine_s=self._settings.quarantine_s,
+                )  # fmt: skip
+        if verdict.marked or ended:
+            # Before the plan is made: the places of a relay that is gone are free for it.
+            await self._store.commit(Change(instances=verdict.marked, forks=ended))
+        arrives = target.asked and not (known is not None and known.asked)
+        return Asked(request, target, known is not None, old, verdict, arrives)
+
+    def _target(self, request: ForkRequest) -> InstanceRecord:
+        """The target's record, which says that it has asked unless others planned for it before a restart."""
+        target = self.heard(request.instance)
+        begun = bool(request.faults or request.current)
+        return target if target.asked or begun else replace(target, asked=True)
+
+    def still(self, asked: Asked) -> Asked | None:
+        """The request on top of what is known of its instance now; None where that was removed meanwhile."""
+        report = asked.request.instance
+        if asked.known and self._store.state.instance(report.instance_id) is None:
+            return None
+        target = self._target(asked.request)
+        return replace(asked, target=target if asked.old else replace(target, slow_since=None))
+
+
+def finish_of(fork: ForkRecord, outcome: Outcome, reason: str, now: float) -> ForkFinish:
+    """How a fork ended that its target did not end."""
+    progress = fork.progress
+    return ForkFinish(
+        outcome=outcome,
+        seconds=max(0.0, now - fork.asked_at),
+        bytes_read=progress.bytes_read if progress else 0,
+        sources=progress.sources if progress else {},
+        reasons=(reason,),
+    )

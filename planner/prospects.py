@@ -1,0 +1,77 @@
+"""What awaits the replicas of a model that are about to come: whom they can fork from, and how much it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Self
+
+from planner.state import State
+
+
+@dataclass
+class _Shape:
+    """The ranks of one role that one kind of replica has."""
+
+    least: int
+    """Ranks that there are at least: of expert parallelism more may be."""
+    seeds: dict[str, int] = field(default_factory=dict)
+    """By rank key, of those that are known."""
+    image_bytes: int = 0
+    members: int = 0
+
+    @property
+    def fewest(self) -> int:
+        """Instances that hold the rank that fewest hold."""
+        return min(self.seeds.values()) if len(self.seeds) >= self.least else 0
+
+    @property
+    def worth(self) -> tuple[int, int]:
+        """The greater is forked from rather."""
+        return self.fewest, self.members
+
+
+@dataclass(frozen=True)
+class Prospects:
+    """What awaits those that come."""
+
+    seeds: int
+    image_bytes: int
+    reason: str
+
+    @classmethod
+    def of(cls, state: State, model: str) -> Self:
+        """Where replicas of different sizes hold it: of the kind that can be forked from best."""
+        shapes: dict[str, dict[tuple[int, int, int], _Shape]] = {}
+        for group in state.groups_of(model):
+            member = state.instance(next(iter(group.sources)))
+            if member is None:
+                continue
+            rank = member.report.rank
+            sizes = rank.tp_size, rank.pp_size, rank.ep_size
+            of_role = shapes.setdefault(rank.role, {})
+            shape = of_role.setdefault(sizes, _Shape(rank.tp_size * rank.pp_size))
+            shape.seeds[group.rank_key] = sum(
+                source.complete and source.state != "draining" and not source.quarantine
+                for source in group.sources.values()
+            )
+            shape.image_bytes += member.report.image_bytes
+            shape.members += len(group.sources)
+        best = [max(of_role.values(), key=lambda shape: shape.worth) for of_role in shapes.values()]
+        image_bytes = sum(shape.image_bytes for shape in best)
+        return cls(min((shape.fewest for shape in best), default=0), image_bytes, _reason(model, best))
+
+
+def _reason(model: str, best: Iterable[_Shape]) -> str:
+    alone = "they read storage once, or load by themselves"
+    held = [count for shape in best for count in shape.seeds.values() if count]
+    if not held:
+        return f"no instance holds {model}: {alone}"
+    lacking = sorted(key for shape in best for key, count in shape.seeds.items() if not count)
+    unknown = sum(max(0, shape.least - len(shape.seeds)) for shape in best)
+    seeds = f"{min(held)} seed{'s' if min(held) > 1 else ''}"
+    if not (lacking or unknown):
+        return f"they fork from {seeds}"
+    more = f" (and {len(lacking) + unknown - 1} more)" if len(lacking) + unknown > 1 else ""
+    which = f"rank {lacking[0]}{more}" if lacking else f"{unknown} of the ranks"
+    return f"no instance holds {which}: {alone}; other ranks fork from {seeds}"

@@ -1,0 +1,127 @@
+// What is seen first: is anything wrong, what is under way, how fast, how long yet.
+
+import { at, list, make, say, set } from "./dom.js";
+import { left, share } from "./fleet.js";
+import { about, many, percent, rank, rate, short, size, time } from "./words.js";
+
+/** At most so many troubles are named; the others are counted. */
+const SHOWN = 12;
+/** Forks that the median efficiency is of. */
+const LATEST = 100;
+
+/** @param {import("./fleet.js").Sums} sums @param {import("./troubles.js").Trouble[]} troubles */
+export function showHeadline(sums, troubles) {
+  const { live, fleet } = sums;
+  const wrong = troubles.filter((each) => each.level === "wrong").length;
+  const reading = live.filter((fork) => Object.keys(fork.plan ?? {}).length);
+  const speed = live.reduce((sum, fork) => sum + (fork.speed ?? 0), 0);
+  const longest = Math.max(0, ...live.map((fork) => left(fork) ?? 0));
+  const seeds = [...sums.states.values()].filter((state) => state === "seed").length;
+  const models = new Set([...sums.groups.values()].map((group) => group.model)).size;
+  const head = at("headline");
+  const mood = !fleet.instances.size && !fleet.forks.size ? "empty" : wrong ? "wrong" : troubles.length ? "look" : "well";
+  set(head, "data-mood", mood);
+  const words = {
+    empty: "No instance is here yet",
+    wrong: `${many(troubles.length, "thing")} ${troubles.length === 1 ? "needs" : "need"} a look`,
+    look: `${many(troubles.length, "thing")} ${troubles.length === 1 ? "needs" : "need"} a look`,
+    well: "All is well",
+  }[mood];
+  say(head, words);
+  document.title = mood === "well" || mood === "empty" ? "rfork planner" : `(${troubles.length}) rfork planner`;
+  const under = live.length
+    ? `${many(live.length, "fork")} under way at ${rate(speed)}${longest ? `, about ${about(longest)} left` : ""}.`
+    : "Nothing is under way.";
+  say(at("subline"), mood === "empty" ? "The planner listens." : `${under} ${many(seeds, "seed")} of ${many(models, "model")}, ${many(fleet.instances.size, "instance")} in all.`);
+  at("figures").hidden = mood === "empty";
+  showFigures(sums, { reading: reading.length, speed, longest, seeds });
+}
+
+/** @param {import("./fleet.js").Sums} sums @param {{reading: number, speed: number, longest: number, seeds: number}} found */
+function showFigures(sums, { reading, speed, longest, seeds }) {
+  const { live, fleet } = sums;
+  const bytes = live.reduce((sum, fork) => sum + (fork.bytes ?? 0), 0);
+  const got = live.reduce((sum, fork) => sum + (fork.bytes ?? 0) * share(fork), 0);
+  const efficiencies = sums.ended.filter((fork) => fork.outcome === "forked" && fork.efficiency !== undefined).slice(0, LATEST).map((fork) => fork.efficiency ?? 0);
+  const ranks = new Map(fleet.models.map((row) => [`${row.rank_key} ${row.model}`, row]));
+  const saved = [...ranks.values()].filter((row) => row.storage_s !== null && row.fork_s !== null);
+  const figures = [
+    { name: "Under way", value: String(live.length), more: live.length ? `${reading} with a source, ${percent(bytes ? got / bytes : 0)} there` : "no fork" },
+    { name: "Rate", value: rate(speed), more: live.length ? "over all forks" : "nothing is read" },
+    { name: "Time left", value: longest ? about(longest) : "–", more: longest ? "until the last is whole" : live.length ? "not known yet" : "nothing to wait for" },
+    { name: "Seeds", value: String(seeds), more: `of ${many(fleet.instances.size, "instance")}` },
+    { name: "Efficiency η", value: efficiencies.length ? median(efficiencies).toFixed(2) : "–", more: efficiencies.length ? `of the link; median of ${many(efficiencies.length, "fork")}` : "not known yet" },
+    { name: "Saved against disk", value: saved.length ? time(saved.reduce((sum, row) => sum + row.saved_s, 0)) : "–", more: saved.length ? "of loading time, in all" : "not known yet" },
+  ];
+  list(at("figures"), figures, (each) => each.name, (each) => make("div", {}, make("dt", {}, each.name), make("dd.value"), make("dd.more.soft")), (element, each) => {
+    say(element.children[1], each.value);
+    say(element.children[2], each.more);
+  });
+}
+
+/** @param {import("./troubles.js").Trouble[]} troubles @param {(trouble: import("./troubles.js").Trouble) => void} open */
+export function showTroubles(troubles, open) {
+  at("troubles").hidden = troubles.length === 0;
+  const shown = troubles.slice(0, SHOWN);
+  const rest = troubles.length - shown.length;
+  /** @type {import("./troubles.js").Trouble[]} */
+  const items = rest ? [...shown, { key: "rest", level: "look", what: `and ${rest} more`, why: "filter by model or host to see them" }] : shown;
+  list(at("trouble-list"), items, (each) => each.key, (each) => {
+    const what = each.id ? make("button.plain.what", { click: () => open(each) }) : make("span.what");
+    return make("li", {}, make("span.sign", { "aria-hidden": "true" }), make("span.level"), what, make("span.why.soft"));
+  }, (element, each) => {
+    set(element, "data-level", each.level);
+    say(element.children[0], each.level === "wrong" ? "✕" : "▲");
+    say(element.children[1], each.level === "wrong" ? "wrong" : "look");
+    say(element.children[2], each.what);
+    say(element.children[3], each.why);
+  });
+}
+
+/** @param {import("./fleet.js").ScaleUp[]} scaleups */
+export function showScaleups(scaleups) {
+  at("scaleups").hidden = scaleups.length === 0;
+  list(at("scaleup-list"), scaleups, (each) => each.scaleup.scaleup_id, () => make("li", {}, make("strong"), make("span"), make("progress", { "aria-label": "replicas that came" }), make("span.soft")), (element, each) => {
+    const { replicas, model, by } = each.scaleup;
+    say(element.children[0], `${many(replicas, "replica")} of ${short(model, 48)}`);
+    say(element.children[1], `${each.arrived} came, ${Math.max(0, replicas - each.arrived)} expected`);
+    set(element.children[2], "max", String(Math.max(1, replicas)));
+    set(element.children[2], "value", String(Math.min(each.arrived, replicas)));
+    say(element.children[3], `${each.reason}${each.image_bytes ? `; ${size(each.image_bytes)} each` : ""}${by ? `; announced by ${by}` : ""}`);
+  });
+}
+
+/** @param {import("./fleet.js").Sums} sums @param {(instance: {model: string, rank: string}) => boolean} wanted
+ * @param {string} chosen key of the group that is drawn @param {(key: string) => void} choose */
+export function showModels(sums, wanted, chosen, choose) {
+  const { fleet } = sums;
+  const rows = fleet.models.filter((row) => wanted({ model: row.model, rank: row.rank_key }));
+  at("models").hidden = rows.length === 0;
+  const held = new Set(fleet.models.filter((row) => row.seeds || row.forks_running).map((row) => `${row.rank_key} ${row.model}`));
+  list(at("model-rows"), rows, (row) => `${row.rank_key} ${row.model} ${row.layout_id} ${row.weights_id}`, (row) => {
+    const button = make("button.plain", { click: () => choose(`${row.rank_key} ${row.model}`) }, row.model);
+    const name = make("th", { scope: "row" }, button, make("span.soft.tag", {}, rank(row.rank_key)), make("span.soft.tag", {}, row.weights_id ? row.weights_id.slice(0, 6) : "not sealed"));
+    return make("tr", {}, name, ...Array.from({ length: 7 }, () => make("td.n")));
+  }, (element, row) => {
+    const key = `${row.rank_key} ${row.model}`;
+    set(element, "data-chosen", key === chosen ? "yes" : undefined);
+    set(element.children[0].children[0], "aria-pressed", String(key === chosen));
+    const cells = [
+      `${row.seeds}`, row.forks_running ? `${row.forks_running}` : "–", size(row.image_bytes),
+      row.storage_s === null ? "not known yet" : time(row.storage_s), row.fork_s === null ? "not known yet" : time(row.fork_s),
+      row.storage_s === null || row.fork_s === null ? "not known yet" : time(row.saved_s),
+      row.forked_bytes + row.storage_bytes ? `${size(row.forked_bytes)} of ${size(row.forked_bytes + row.storage_bytes)}` : "–",
+    ];
+    cells.forEach((text, index) => {
+      say(element.children[index + 1], text);
+      set(element.children[index + 1], "class", text === "not known yet" ? "n soft" : "n");
+    });
+    set(element.children[1], "class", held.has(key) ? "n" : "n bad");
+  });
+}
+
+/** @param {number[]} values */
+function median(values) {
+  const sorted = [...values].sort((one, other) => one - other);
+  return sorted[Math.floor(sorted.length / 2)];
+}

@@ -1,0 +1,91 @@
+"""What the shell completes from the planner: models, instances, forks, replicas.
+
+Runs in a process of its own at each press of Tab: one call to the planner that may take `MOST_S`, and
+silence where it does not answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import typer
+
+from rfork import settings as options
+from rfork.cli import units
+from rfork.control.client import PlannerClient
+from rfork.errors import RforkError
+from rfork.settings import Settings
+
+MOST_S: Final = 0.3
+MOST: Final = 200
+"""Items that are offered at most: more than anybody reads."""
+
+Completions = list[tuple[str, str]]
+"""Words, each with what a shell may show beside it."""
+
+_replica: Final = re.compile(r"(.+)-(?:target|draft)-.+")
+
+
+def complete_model(context: typer.Context, incomplete: str) -> Completions:
+    """Names of models."""
+
+    def ask(client: PlannerClient) -> Iterable[tuple[str, str]]:
+        seeds: Counter[str] = Counter()
+        for row in client.models():
+            seeds[row.model] += row.seeds
+        return ((name, units.plural(count, "seed")) for name, count in seeds.items())
+
+    return _asked(context, incomplete, ask)
+
+
+def complete_instance(context: typer.Context, incomplete: str) -> Completions:
+    """Ids of instances."""
+    return _asked(
+        context,
+        incomplete,
+        lambda client: (
+            (view.report.instance_id, f"{view.report.model} on {view.report.placement.host}")
+            for view in client.instance_page(limit=1000).items
+        ),
+    )
+
+
+def complete_replica(context: typer.Context, incomplete: str) -> Completions:
+    """Names of servers (RFORK_REPLICA)."""
+    return _asked(
+        context,
+        incomplete,
+        lambda client: (
+            (match.group(1), view.report.model)
+            for view in client.instance_page(limit=1000).items
+            if (match := _replica.fullmatch(view.report.instance_id))
+        ),
+    )
+
+
+def complete_fork(context: typer.Context, incomplete: str) -> Completions:
+    """Ids of forks, the latest first."""
+    return _asked(
+        context,
+        incomplete,
+        lambda client: (
+            (fork.fork_id, f"{fork.model}, {fork.state}")
+            for fork in sorted(client.fork_page(limit=1000).items, key=lambda fork: fork.age_s)
+        ),
+    )
+
+
+def _asked(
+    context: typer.Context, incomplete: str, ask: Callable[[PlannerClient], Iterable[tuple[str, str]]]
+) -> Completions:
+    given = context.params.get("planner")
+    try:
+        settings = options.load(Settings, planner=given if isinstance(given, str) else None)
+        with PlannerClient.of(settings.model_copy(update={"planner_timeout_s": MOST_S})) as client:
+            found = dict(pair for pair in ask(client) if pair[0].startswith(incomplete))
+    except RforkError:
+        return []
+    return list(found.items())[:MOST]

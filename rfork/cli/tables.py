@@ -1,0 +1,91 @@
+"""Tables without lines that fit any width: columns are cut, then left out, as each says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+GAP: Final = 2
+Cell = str | Text
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column. `least` columns stay of it where it is cut; 0: it is never cut. Where that does not do,
+    the column with the greatest `spare` is left out first; with 0 it stays.
+    """
+
+    heading: str
+    right: bool = False
+    least: int = 0
+    spare: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """A table that fits where it is printed."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield table(self.columns, self.rows, options.max_width)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, table(self.columns, self.rows, None))
+
+
+def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int | None) -> Table:
+    """Rows under their headings, each on one line, in at most `width` columns (None: as wide as they are).
+
+    Cells are text as it stands: no markup. An empty column is left out.
+    """
+    texts = [[_text(cell) for cell in row] for row in rows]
+    natural = [max((row[at].cell_len for row in texts), default=0) for at in range(len(columns))]
+    shown = [at for at, size in enumerate(natural) if size]
+    full = {at: max(natural[at], len(columns[at].heading)) for at in shown}
+    widths = full if width is None else _fitted(columns, full, width)
+    built = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="dim")
+    for at, size in widths.items():
+        column = columns[at]
+        built.add_column(
+            column.heading,
+            justify="right" if column.right else "left",
+            width=size,
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+    for row in texts:
+        built.add_row(*(row[at] for at in widths))
+    return built
+
+
+def _fitted(columns: Sequence[Column], full: dict[int, int], width: int) -> dict[int, int]:
+    """The width of each column that is shown: the widest are cut first, as far as they may be."""
+    shown = dict(full)
+    while shown:
+        least = {at: min(size, columns[at].least or size) for at, size in shown.items()}
+        gaps = GAP * (len(shown) - 1)
+        if sum(least.values()) + gaps <= width:
+            break
+        spare = max(shown, key=lambda at: (columns[at].spare, at))
+        if not columns[spare].spare:
+            return least  # rich cuts what still does not fit
+        del shown[spare]
+    excess = sum(shown.values()) + GAP * (len(shown) - 1) - width
+    while excess > 0:
+        cuttable = [at for at, size in shown.items() if size > least[at]]
+        widest = max(cuttable, key=lambda at: shown[at])
+        shown[widest] -= 1
+        excess -= 1
+    return shown
+
+
+def _text(cell: Cell) -> Text:
+    return cell if isinstance(cell, Text) else Text(cell)

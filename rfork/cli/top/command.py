@@ -1,0 +1,100 @@
+"""The command `rfork top`."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from rfork import settings as options
+from rfork.cli.completion import complete_model
+from rfork.cli.console import out, print_json, reported, show
+from rfork.cli.options import JsonOption, PlannerOption
+from rfork.cli.top.keys import keys
+from rfork.cli.top.looking import Look, Looker, Watch, pause_after
+from rfork.cli.top.overview import overview
+from rfork.cli.top.picture import Screen
+from rfork.control.client import PlannerClient
+from rfork.settings import Settings
+
+ESCAPE: Final = "\x1b"
+QUIT: Final = ("q", "Q", ESCAPE, "\x04")
+"""Keys that end it: q, Escape, Ctrl-D."""
+KEY_S: Final = 0.25
+"""How long one wait for a key takes: the picture is drawn anew this often."""
+LINES: Final = 200
+"""The height of a picture that no terminal bounds."""
+
+
+def top(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="NAME", help="Only what is about this model.", autocompletion=complete_model
+        ),
+    ] = None,
+    interval: Annotated[
+        float, typer.Option("--interval", min=0.1, metavar="SECONDS", help="How often to look.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, print it, and end.")] = False,
+    planner: PlannerOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the fleet live: forks under way, instances in trouble, who gives, what ended and why. q quits.
+
+    Where stdout is no terminal it looks once. With --json it prints one line of JSON a look until it is
+    interrupted (with --once: one line).
+    """
+    with reported(as_json=as_json), PlannerClient.of(options.load(Settings, planner=planner)) as client:
+        looker = Looker(client, model)
+        first = looker.look()
+        if as_json:
+            _stream(client.url, looker, first, interval, once=once)
+        elif once or not out.is_terminal or out.is_dumb_terminal:
+            show(Screen(first, client.url, time.time(), height=LINES))
+        else:
+            _live(client.url, Watch(looker, first, interval))
+
+
+def _stream(url: str, looker: Looker, look: Look, interval_s: float, *, once: bool) -> None:
+    while True:
+        began = time.monotonic()
+        print_json(line_of(look, url))
+        if once:
+            return
+        time.sleep(pause_after(time.monotonic() - began, interval_s))
+        look = looker.look()
+
+
+def line_of(look: Look, url: str) -> dict[str, object]:
+    """One look as JSON; `error` is null unless the planner is gone: then the rest is what was seen last."""
+    return {
+        "at": round(look.at, 3),
+        "planner": url,
+        "error": look.error or None,
+        **overview(look.fleet).to_dict(),
+    }
+
+
+def quits(typed: str) -> bool:
+    """Whether one of the keys is among what was typed; an arrow's begins with Escape, and does not quit."""
+    return typed in QUIT or any(key in QUIT for key in typed if not typed.startswith(ESCAPE))
+
+
+def _live(url: str, watch: Watch) -> None:
+    console = Console(highlight=False)
+
+    def screen() -> Screen:
+        return Screen(watch.look, url, time.time(), keys=True)
+
+    try:
+        with keys() as pressed, Live(screen(), console=console, screen=True, auto_refresh=False) as live:
+            while not quits(pressed.pressed(KEY_S)):
+                live.update(screen(), refresh=True)
+    except KeyboardInterrupt:
+        pass  # the way to leave, beside q
+    finally:
+        watch.stop()

@@ -1,0 +1,78 @@
+"""What a model's config says of how it is built, as transformers reads it. Runs on the target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from rfork.errors import MissingExtra, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+SAFETENSORS = "*.safetensors"
+
+
+@contextmanager
+def model_errors(source: str | Path) -> Iterator[None]:
+    """Turn what transformers raises for a folder or model that it cannot use into one line."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtra("transformers", extra="transformers", why=str(error)) from None
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{source}: {first}") from None
+
+
+def class_of(config: PreTrainedConfig, *, trust_remote_code: bool) -> type:
+    """The class of the model: what its own code names where that may run, else what the config names."""
+    import transformers
+
+    auto = "AutoModelForCausalLM"
+    theirs: dict[str, str] = getattr(config, "auto_map", None) or {}
+    if trust_remote_code and (names := [name for name in theirs if name.startswith("AutoModel")]):
+        named: type = getattr(transformers, auto if auto in names else names[0])
+        return named
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    default: type = transformers.AutoModelForCausalLM
+    return default
+
+
+def dtype_of(asked: str | torch.dtype, config: PreTrainedConfig, folder: Path) -> torch.dtype:
+    """As `from_pretrained` decides: what is asked for, else the config's, else that of the first weight."""
+    if asked == "auto":
+        asked = config.dtype or _stored_dtype(folder) or torch.get_default_dtype()
+    found = getattr(torch, asked.removeprefix("torch."), None) if isinstance(asked, str) else asked
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{asked!r} is no dtype")
+    return found
+
+
+def _stored_dtype(folder: Path) -> torch.dtype | None:
+    for path in sorted(folder.glob(SAFETENSORS))[:1]:
+        try:
+            with safe_open(path, framework="pt") as weights:
+                for name in weights.keys():  # noqa: SIM118  # it is no mapping
+                    dtype: torch.dtype = weights.get_slice(name)[:0].dtype
+                    if dtype.is_floating_point:
+                        return dtype
+        except (SafetensorError, IndexError):
+            return None
+    return None

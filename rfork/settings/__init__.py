@@ -1,0 +1,39 @@
+"""Every option of rfork and of its planner, and the environment variable that sets it.
+
+Nothing else in the two packages reads the environment. An option's name in upper case behind the
+prefix is its variable: `Settings.planner` is ``RFORK_PLANNER``, `PlannerSettings.lease_ttl_s` is
+``RFORK_PLANNER_LEASE_TTL_S``.
+"""
+
+from __future__ import annotations
+
+from rfork.settings.addresses import LOOPBACK, host_port, own_address
+from rfork.settings.artifacts import ArtifactSettings
+from rfork.settings.hook import HookSettings
+from rfork.settings.instance import Settings, TransportName
+from rfork.settings.loading import load
+from rfork.settings.node import node_name, own_namespace
+from rfork.settings.planner import HookName, PlannerSettings
+from rfork.settings.sidecar import SidecarSettings
+from rfork.settings.storage import StorageSettings
+from rfork.settings.tls import TlsSettings
+from rfork.settings.tracing import TracingSettings
+
+__all__ = [
+    "LOOPBACK",
+    "ArtifactSettings",
+    "HookName",
+    "HookSettings",
+    "PlannerSettings",
+    "Settings",
+    "SidecarSettings",
+    "StorageSettings",
+    "TlsSettings",
+    "TracingSettings",
+    "TransportName",
+    "host_port",
+    "load",
+    "node_name",
+    "own_address",
+    "own_namespace",
+]

@@ -1,0 +1,178 @@
+"""What an inference instance is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, SecretStr, StringConstraints, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from rfork.fields import Label, ModelName
+from rfork.settings.addresses import own_address
+from rfork.settings.loading import load
+from rfork.settings.node import node_name
+from rfork.settings.tls import TlsSettings
+
+TransportName = Literal["cuda_ipc", "shared_memory", "transfer_engine", "http", "nccl", "gloo"]
+
+
+class Settings(BaseSettings):
+    """What an inference instance (seed, relay or target) is told."""
+
+    model_config = SettingsConfigDict(env_prefix="RFORK_", env_ignore_empty=True, extra="ignore", frozen=True)
+
+    # The planner.
+    planner: str | None = Field(None, description="URL of the planner; none: fall back at once")
+    token: SecretStr | None = Field(None, description="bearer token shown to the planner")
+    planner_timeout_s: float = Field(5.0, gt=0, description="most seconds one call to the planner may take")
+
+    # Where this instance is, and how others reach it.
+    bind: str = Field("127.0.0.1", description="address the peer service and the transports listen on")
+    advertise: str | None = Field(
+        None,
+        description="address others reach this instance at; none: `bind`, or this host's address when bound to all",
+    )
+    peer_port: int = Field(0, ge=0, le=65535, description="port of the gRPC peer service; 0 picks one")
+    http_port: int = Field(0, ge=0, le=65535, description="port of the http transport; 0 picks one")
+    ports: int = Field(
+        1, ge=1, le=4096, description="how many ports from `peer_port`, and from `http_port`, on may be tried: the ranks of one host, and the models of one process, each take the first that is free"
+    )
+    host: Label = Field(
+        default_factory=node_name,
+        description="name of this node: instances with one name share a host; without: its host name, or, in a container that has a host name of its own, the kernel's boot id, which all containers of a node see",
+    )
+    rack: Label | None = Field(None, description="rack label, for planning")
+    zone: Label | None = Field(None, description="zone label, for planning")
+    nvlink: Label | None = Field(None, description="NVLink domain label, for planning")
+    pod: Label | None = Field(None, description="namespace/name of the Kubernetes Pod it runs in, which people are told")
+
+    # Transports.
+    transports: Annotated[tuple[TransportName, ...] | None, NoDecode] = Field(
+        None,
+        description="transports to use, best first, comma separated; none: chosen by what this machine has",
+    )
+    unguarded_tcp: bool = Field(
+        False,
+        description="let transfer_engine run over plain TCP, where a lease lets the reader's whole host read, and write",
+    )
+    rdma_devices: str = Field(
+        "", description="RDMA devices for transfer_engine, comma separated; empty: those nearest to the GPU (all, for host memory)"
+    )
+    local_sockets: Path | None = Field(
+        None,
+        description="folder for the Unix sockets of same-host transports, shared by all instances of the host (hostPath, or an emptyDir of one pod); none: sockets without a file, which containers see that share the network namespace",
+    )
+    shared_memory: Literal["map", "copy"] = Field(
+        "map",
+        description="how weights are taken from a source on the same host: `map` its pages, copy on write, which takes no further memory; or `copy` them",
+    )
+
+    # Receiving.
+    deadline_s: float = Field(
+        600.0,
+        gt=0,
+        description="most seconds a fork may take before its fallback starts; "
+        "put off as long as this instance itself reads storage, for all that wait, and that advances",
+    )
+    patience_s: float = Field(
+        5.0,
+        ge=0,
+        description="most seconds a fork without any route waits for one before its fallback starts",
+    )
+    window: int = Field(4, ge=1, le=64, description="chunks in flight at once")
+    stall_s: float = Field(
+        10.0, gt=0, description="seconds without a byte after which a source counts as stalled"
+    )
+    storage_stall_s: float = Field(
+        60.0,
+        gt=0,
+        description="seconds without a byte from storage (its own, or that of whom it waits for) "
+        "after which that counts as stalled",
+    )
+    min_rate: int = Field(1 << 20, gt=0, description="bytes a second below which a source counts as stalled")
+    verify: bool = Field(True, description="check every chunk against the manifest; off only to measure")
+    resume: Path | None = Field(
+        None,
+        description="folder (local disk, or /dev/shm) where a fork keeps what it has verified, so that a process "
+        "that dies and comes back fetches only what is missing; none: nothing is kept",
+    )
+
+    required: bool = Field(
+        False, description="a server that cannot be forked (nor read the snapshot) does not start, instead of loading its weights by itself"
+    )
+
+    # The server that this process is part of.
+    model: ModelName | None = Field(
+        None, description="name that seeds and forks of this server meet under; none: the model's own, as the server was given it"
+    )
+    replica: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = Field(
+        None, description="what the instance ids of all ranks of one server begin with; unique for each server, as two with one name are drained together; set by `rfork launch` and the plug-ins"
+    )
+
+    # The cold start.
+    cold_start: Literal["share", "own"] = Field(
+        "share",
+        description="nobody holds the image: `share` one read among those that wait, or each reads its `own`",
+    )
+    snapshot: str | None = Field(
+        None,
+        description="URI of a snapshot of this model (file:///…, s3://…, https://…), or of the folder that holds one for each rank; read where nobody holds the image",
+    )
+
+    # Giving.
+    weight: float = Field(
+        1.0, gt=0, le=100, description="share of the readers it wants, beside others that say 1"
+    )
+    egress_rate: int | None = Field(
+        None,
+        gt=0,
+        description="most bytes a second this instance gives in all; readers on one-sided transports keep to their "
+        "part of it by themselves; none: no cap",
+    )
+    latency_setpoint: float = Field(
+        1.03,
+        ge=0,
+        le=100,
+        description="this instance gives less while its own work takes longer than so many times what it takes "
+        "alone (the engine tells: `Seed.observe`); 0: never",
+    )
+    giving_nice: int = Field(
+        5,
+        ge=0,
+        le=19,
+        description="by how much the threads that give are nicer than the process, so that what serves goes first; "
+        "much more, and one that holds Python's lock on a busy core holds up the others",
+    )
+    max_readers: int = Field(
+        4, ge=1, le=1 << 16, description="most forks that may read from this instance at once"
+    )
+    drain_s: float = Field(30.0, ge=0, description="seconds a closing seed waits for its readers to finish")
+
+    log_json: bool = Field(False, description="log as JSON lines instead of text")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least level that is logged"
+    )
+
+    @field_validator("transports", mode="before")
+    @classmethod
+    def _listed(cls, value: object) -> object:
+        return tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value
+
+    @property
+    def tls(self) -> TlsSettings:
+        """The TLS files (``RFORK_TLS_*``), shared by every server and client of this process."""
+        return load(TlsSettings)
+
+    def ports_from(self, first: int) -> range:
+        """The ports that may be tried where `first` is asked for, in that order; just 0 where any will do."""
+        return range(first, min(first + self.ports, 65536)) if first else range(1)
+
+    @property
+    def reachable_at(self) -> str:
+        """The address that others are told."""
+        if self.advertise:
+            return self.advertise
+        if self.bind in ("0.0.0.0", "::"):
+            return own_address()
+        return self.bind

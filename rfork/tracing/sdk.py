@@ -1,0 +1,204 @@
+"""Spans by OpenTelemetry's SDK, sent over OTLP. Only this room imports `opentelemetry`, and only lazily.
+
+The SDK's global tracer is left alone: it is the engine's. So is its current span; a trace that begins here
+links to it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+from urllib.parse import urlsplit
+
+import requests
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+import rfork
+from rfork.errors import SettingsError
+from rfork.settings import TracingSettings
+from rfork.tracing.context import TraceContext, here, within
+from rfork.tracing.queue import Queue
+from rfork.tracing.seam import Kind, Span, Value
+
+TRACES: Final = "/v1/traces"
+SEND_S: Final = 10.0
+"""Most seconds that one request to the collector takes, retries included."""
+MOST_TEXT: Final = 4096
+"""Characters of one attribute."""
+KINDS: Final = {"internal": SpanKind.INTERNAL, "client": SpanKind.CLIENT, "server": SpanKind.SERVER}
+STANDARD: Final = {
+    "error_type": "error.type",
+    "method": "http.request.method",
+    "path": "url.path",
+    "route": "http.route",
+    "server": "server.address",
+    "status": "http.response.status_code",
+}
+"""Attributes that OpenTelemetry has names for."""
+
+
+def sending_tracer(endpoint: str, settings: TracingSettings, service: str) -> SdkTracer:
+    """A tracer whose spans go to the collector at `endpoint` until the process ends. Raises SettingsError."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise SettingsError(
+            "RFORK_TRACING_ENDPOINT cannot be used: it is no URL of a collector",
+            hint="e.g. http://127.0.0.1:4318",
+        )
+    shown = parts.netloc.rpartition("@")[2]  # never a password
+    whole = endpoint if parts.path.endswith(TRACES) else endpoint.rstrip("/") + TRACES
+    session = requests.Session()
+    session.trust_env = False  # the settings alone read the environment; proxies do not apply
+    exporter = OTLPSpanExporter(endpoint=whole, headers=_headers(settings), timeout=SEND_S, session=session)
+    tracer = SdkTracer(Queue(exporter, shown), service, settings.share)
+    atexit.register(tracer.close)
+    return tracer
+
+
+class SdkTracer:
+    """See `rfork.tracing.seam.Tracer`; spans go to `processor`."""
+
+    on = True
+
+    def __init__(self, processor: SpanProcessor, service: str, share: float = 1.0) -> None:
+        """`share`: the part of the traces that begin here which is sent."""
+        self._provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(share)),
+            resource=Resource.create(
+                {
+                    "service.name": service,
+                    "service.version": rfork.__version__,
+                    "host.name": socket.gethostname(),
+                    "process.pid": os.getpid(),
+                }
+            ),
+            shutdown_on_exit=False,
+        )
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("rfork", rfork.__version__)
+
+    def begin(
+        self,
+        name: str,
+        *,
+        parent: TraceContext | None = None,
+        links: Sequence[TraceContext | None] = (),
+        kind: Kind = "internal",
+        **values: Value | None,
+    ) -> Span:
+        """See `Tracer.begin`."""
+        above = parent or here()
+        linked = [Link(_foreign(each)) for each in links if each is not None]
+        context = Context()
+        if above is not None:
+            context = trace.set_span_in_context(NonRecordingSpan(_foreign(above)), context)
+        elif (engine := trace.get_current_span().get_span_context()).is_valid:
+            linked.append(Link(engine))
+        return SdkSpan(
+            self._tracer.start_span(
+                name, context=context, kind=KINDS[kind], attributes=_attributes(values), links=linked
+            )
+        )
+
+    @contextmanager
+    def span(
+        self,
+        name: str,
+        *,
+        parent: TraceContext | None = None,
+        links: Sequence[TraceContext | None] = (),
+        kind: Kind = "internal",
+        **values: Value | None,
+    ) -> Iterator[Span]:
+        """See `Tracer.span`."""
+        span = self.begin(name, parent=parent, links=links, kind=kind, **values)
+        try:
+            with within(span.context):
+                yield span
+        except BaseException as error:
+            span.fail(error)
+            raise
+        finally:
+            span.end()
+
+    def close(self) -> None:
+        """Send what is left, for a second at most."""
+        self._provider.shutdown()
+
+
+class SdkSpan:
+    """See `rfork.tracing.seam.Span`."""
+
+    def __init__(self, span: trace.Span) -> None:
+        self._span = span
+        told = span.get_span_context()
+        self._context = TraceContext(
+            trace.format_trace_id(told.trace_id), trace.format_span_id(told.span_id), told.trace_flags.sampled
+        )
+
+    @property
+    def context(self) -> TraceContext:
+        """See `Span.context`."""
+        return self._context
+
+    def set(self, **values: Value | None) -> None:
+        """See `Span.set`."""
+        if self._span.is_recording():
+            self._span.set_attributes(_attributes(values))
+
+    def event(self, name: str, **values: Value | None) -> None:
+        """See `Span.event`."""
+        if self._span.is_recording():
+            self._span.add_event(name, _attributes(values))
+
+    def fail(self, error: BaseException | str) -> None:
+        """See `Span.fail`."""
+        if not self._span.is_recording():
+            return
+        if isinstance(error, BaseException):
+            self.set(error_type=type(error).__name__)
+            error = f"{type(error).__name__}: {error}"
+        self._span.set_status(Status(StatusCode.ERROR, error[:MOST_TEXT]))
+
+    def end(self) -> None:
+        """See `Span.end`."""
+        if self._span.is_recording():
+            self._span.end()
+
+
+def _foreign(context: TraceContext) -> SpanContext:
+    """A span of any process, as the SDK refers to it."""
+    return SpanContext(
+        int(context.trace_id, 16),
+        int(context.span_id, 16),
+        is_remote=True,
+        trace_flags=TraceFlags(TraceFlags.SAMPLED if context.sampled else TraceFlags.DEFAULT),
+    )
+
+
+def _attributes(values: dict[str, Value | None]) -> dict[str, Value]:
+    return {
+        STANDARD.get(name, f"rfork.{name}"): value[:MOST_TEXT] if isinstance(value, str) else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def _headers(settings: TracingSettings) -> dict[str, str]:
+    """The headers that the settings name. Raises SettingsError, which does not tell them."""
+    if settings.headers is None:
+        return {}
+    pairs = [each.partition("=") for each in settings.headers.get_secret_value().split(",") if each.strip()]
+    if not all(equals and name.strip() for name, equals, _ in pairs):
+        raise SettingsError("RFORK_TRACING_HEADERS cannot be used: it is not NAME=VALUE, comma separated")
+    return {name.strip(): value.strip() for name, _, value in pairs}

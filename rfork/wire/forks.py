@@ -1,0 +1,106 @@
+"""What targets tell of their forks, and how the planner lists them."""
+
+from __future__ import annotations
+
+from typing import Literal, cast, get_args
+
+from pydantic import Field
+
+from rfork.fields import (
+    Bytes,
+    BytesPerSecond,
+    ChunkCount,
+    Chunks,
+    ForkState,
+    Identifier,
+    ModelName,
+    Outcome,
+    Phases,
+    Reasons,
+    Seconds,
+    SourceBytes,
+    SourceKind,
+    SourceTransports,
+    StorageKind,
+    Told,
+)
+from rfork.wire.base import WireModel
+from rfork.wire.instances import Rank
+from rfork.wire.plans import Lease, Share
+
+
+class ForkProgress(WireModel):
+    """What a target tells the planner about once a second."""
+
+    verified: Chunks
+    bytes_read: Bytes
+    bytes_per_s: BytesPerSecond
+    sources: SourceBytes = Field(default_factory=dict, description="verified bytes by source: an instance, or `KIND:URI` for storage")
+    link_bytes_per_s: BytesPerSecond | None = Field(None, description="bytes a second in its fastest second, which stands for its link; none: not known yet")
+    transports: SourceTransports = Field(default_factory=dict, description="over which each source is read last; storage has none")
+    phases: Phases = Field(default_factory=dict, description="seconds in each phase so far, in the order in which they began: the last one goes on")
+
+
+class ProgressAck(WireModel):
+    """Renewed leases, by source instance."""
+
+    leases: dict[Identifier, Lease] = Field(default_factory=dict)
+    ask_again: Told | None = Field(None, description="why the planner has a better plan by now: ask for it; none: go on")
+
+
+class ForkFinish(WireModel):
+    """How a fork ended."""
+
+    outcome: Outcome
+    seconds: Seconds
+    bytes_read: Bytes
+    sources: SourceBytes = Field(default_factory=dict, description="verified bytes by source")
+    fallback: Told | None = Field(None, description="what was loaded instead, if a fallback was")
+    reasons: Reasons = Field((), description="each failure on the way, one line; the last 64 count")
+    efficiency: float | None = Field(None, ge=0, le=1e9, description="(S/B)/T: image bytes over the transfer's seconds, against the fastest second's rate")
+    bytes_repeated: Bytes = Field(0, description="bytes that had to be read again")
+    replans: int = Field(0, ge=0, le=1 << 20, description="how often it was planned again")
+    link_bytes_per_s: BytesPerSecond | None = Field(None, description="bytes a second in its fastest second, which stands for its link; none: not known")
+    transports: SourceTransports = Field(default_factory=dict, description="over which each source was read last; storage has none")
+    phases: Phases = Field(default_factory=dict, description="seconds in each phase, in the order in which they began")
+
+
+class ForkView(WireModel):
+    """A fork as the planner lists it."""
+
+    fork_id: Identifier
+    instance_id: Identifier
+    model: ModelName
+    rank: Rank
+    state: ForkState
+    plan: tuple[Share, ...] = ()
+    reason: Told = Field("", description="how the sources were chosen, or why there are none")
+    progress: ForkProgress | None = None
+    finish: ForkFinish | None = None
+    held: dict[Identifier, int] = Field(default_factory=dict, description="bytes a second that a source it reads (or read last) from held all its readers to, where it did")
+    age_s: float = Field(description="seconds since it first asked")
+    chunk_count: ChunkCount
+    image_bytes: Bytes
+
+
+class ForkPage(WireModel):
+    """Some of the forks."""
+
+    items: tuple[ForkView, ...]
+    next: Identifier | None = Field(None, description="pass as `after` for the next page; none: this is the last")
+
+
+class ForkEvent(WireModel):
+    """One change of a fork, as the event stream tells it."""
+
+    kind: Literal["planned", "progress", "ended"]
+    fork: ForkView
+
+
+def source_kind(name: str) -> SourceKind:
+    """The kind of a source by its name in `sources`: `KIND:URI` for storage, an instance_id for a peer."""
+    before = name.partition(":")[0]
+    for kind in get_args(StorageKind):
+        if before == kind:
+            return cast(StorageKind, kind)
+    return "peer"

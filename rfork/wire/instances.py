@@ -1,0 +1,124 @@
+"""What instances tell of themselves, and how the planner lists them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rfork.fields import (
+    Bytes,
+    ChunkCount,
+    Chunks,
+    Generation,
+    HexId,
+    Identifier,
+    InstanceState,
+    Label,
+    ModelName,
+    RankIndex,
+    RankSize,
+    StorageKind,
+    Text,
+    Told,
+    Transports,
+)
+from rfork.wire.base import WireModel
+
+
+class Rank(WireModel):
+    """Where in a replica one process stands. All but `dp` is part of what is matched.
+
+    Data-parallel replicas hold the same weights, so `dp` tells them apart without parting them.
+    """
+
+    tp: RankIndex = Field(0, description="tensor parallel index")
+    tp_size: RankSize = Field(1, description="how many tensor parallel ranks a replica has")
+    pp: RankIndex = Field(0, description="pipeline stage")
+    pp_size: RankSize = Field(1, description="how many pipeline stages a replica has")
+    ep: RankIndex = Field(0, description="expert parallel index")
+    ep_size: RankSize = Field(1, description="how many expert parallel ranks a replica has")
+    dp: RankIndex = Field(0, description="data parallel index; not matched")
+    role: Literal["target", "draft"] = Field(
+        "target", description="the model itself, or its speculative draft"
+    )
+
+    @property
+    def key(self) -> str:
+        """What must be equal for two ranks to fork from one another."""
+        return (
+            f"{self.role}-tp{self.tp}of{self.tp_size}-pp{self.pp}of{self.pp_size}-ep{self.ep}of{self.ep_size}"
+        )
+
+
+class Placement(WireModel):
+    """Where an instance runs; two with one `host` share a node."""
+
+    host: Label = Field(min_length=1)
+    rack: Label | None = None
+    zone: Label | None = None
+    nvlink: Label | None = Field(None, description="NVLink domain; those with one name read one another past their NICs")
+    pod: Label | None = Field(None, description="the Kubernetes Pod it runs in, for people: namespace/name")
+
+
+class StorageOffer(WireModel):
+    """Something an instance could read its weights from by itself, if the planner elects it to."""
+
+    kind: StorageKind = Field(description="`snapshot`: any chunk, verified; `checkpoint`: any chunk; `loader`: all or nothing")
+    uri: Text = Field("", examples=["file:///models/smollm2"])
+    origin: HexId | None = Field(None, description="what tells these files from others, before any chunk is read; not of a loader")
+    weights_id: HexId | None = Field(None, description="of a snapshot, whose manifest is known beforehand")
+
+
+class InstanceReport(WireModel):
+    """All that the planner knows of one rank of an instance: each heartbeat carries it whole."""
+
+    instance_id: Identifier
+    model: ModelName
+    rank: Rank = Rank()
+    layout_id: HexId
+    weights_id: HexId | None = Field(None, description="none while a loading instance has not yet learnt it")
+    generation: Generation = Field(0, description="raised each time the weights change in place")
+    image_bytes: Bytes
+    chunk_count: ChunkCount
+    state: InstanceState
+    verified: Chunks = Field((), description="chunks it can give")
+    draft: HexId | None = Field(None, description="origin of the files its chunks come from, where these were not sealed yet when it got the first")
+    storage: tuple[StorageOffer, ...] = Field((), max_length=16, description="what it could read by itself, best first")
+    address: Label = Field(description="host:port of its gRPC peer service", examples=["10.0.0.7:41234"])
+    transports: Transports = Field((), description="transports it offers, best first")
+    placement: Placement
+    max_readers: int = Field(4, ge=0, le=1 << 16)
+    weight: float = Field(1.0, gt=0, le=100, description="share of the readers it wants, beside others that say 1")
+    egress_rate: int | None = Field(None, gt=0, le=2**63 - 1, description="bytes a second it gives at most")
+    readers: tuple[Identifier, ...] = Field((), max_length=4096, description="forks that read from it now")
+
+
+class InstanceAck(WireModel):
+    """The planner's answer to a report."""
+
+    heartbeat_s: float = Field(description="send the next report within this time")
+    lease_keys: tuple[Label, ...] = Field(max_length=16, description="keys (base64url) this instance checks lease tokens with; the first is the newest")
+
+
+class InstanceView(WireModel):
+    """An instance as the planner lists it."""
+
+    report: InstanceReport
+    age_s: float = Field(description="seconds since its last report")
+    quarantined: Told | None = Field(None, description="why it gets no readers, if so")
+
+
+class InstancePage(WireModel):
+    """Some of the instances."""
+
+    items: tuple[InstanceView, ...]
+    next: Identifier | None = Field(None, description="pass as `after` for the next page; none: this is the last")
+
+
+class MayExit(WireModel):
+    """Whether an instance may end now; asked by a preStop hook."""
+
+    may_exit: bool
+    readers: int = Field(description="forks that read from it now")
+    reason: Told = Field(description="why it may not, or why it may")

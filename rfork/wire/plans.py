@@ -1,0 +1,103 @@
+"""Asking for a plan, and the plan: who reads what from whom."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rfork.fields import (
+    MOST_RANGES,
+    ChunkRange,
+    Generation,
+    HexId,
+    Identifier,
+    Label,
+    SourceKind,
+    StorageKind,
+    Text,
+    Told,
+    Transports,
+)
+from rfork.wire.base import WireModel
+from rfork.wire.instances import InstanceReport, Placement
+
+
+class SourceFault(WireModel):
+    """One source that failed a fork, as the target saw it."""
+
+    instance_id: Identifier
+    fault: Literal["user", "target", "source", "network", "storage"]
+    error: Text = Field(max_length=64, description="name of the error class", examples=["SourceStalled"])
+    detail: Told = ""
+
+
+class Share(WireModel):
+    """Chunks that a target reads from one source; its own instance_id stands for its own storage."""
+
+    source_id: Identifier
+    chunks: tuple[ChunkRange, ...]
+
+
+class ForkRequest(WireModel):
+    """Ask for a plan, or for a new one. Carries all it needs: a planner that restarted can answer it."""
+
+    fork_id: Identifier = Field(description="chosen by the target; asking again with it is idempotent")
+    instance: InstanceReport = Field(description="the target, in state `loading`, with what it has verified")
+    faults: tuple[SourceFault, ...] = Field((), max_length=256, description="sources that failed since the last plan; its own id stands for its own storage")
+    current: tuple[Share, ...] = Field((), max_length=64, description="what it still reads by the plan it has, if it has one")
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        # Not at `Share`, which tells a caller's plan too: the planner must be able to say what it planned.
+        if sum(len(share.chunks) for share in self.current) > MOST_RANGES:
+            raise ValueError(f"current has more than {MOST_RANGES} ranges in all")
+        return self
+
+
+class Lease(WireModel):
+    """The right to read from one source until it expires."""
+
+    token: Annotated[Text, Field(max_length=4096)] = Field(description="shown to the source with every read")
+    expires_in_s: float
+
+
+class Route(WireModel):
+    """Chunk ranges to read from one source."""
+
+    source_id: Identifier = Field(description="the source's instance_id")
+    kind: SourceKind = "peer"
+    address: Label = Field(description="host:port of the source's peer service")
+    placement: Placement
+    transports: Transports = Field(description="transports both sides offer, best first")
+    generation: Generation
+    chunks: tuple[ChunkRange, ...]
+    lease: Lease
+
+
+class StorageRead(WireModel):
+    """Chunks that this target is elected to read from storage, in the stead of all that wait behind it."""
+
+    kind: StorageKind
+    uri: Text = ""
+    chunks: tuple[ChunkRange, ...]
+
+
+class Plan(WireModel):
+    """Who reads what from whom. Nothing to read: nobody holds this image; `reason` says what there is instead."""
+
+    fork_id: Identifier
+    weights_id: HexId | None = None
+    draft: HexId | None = Field(None, description="origin of the chunks, while the weights are not sealed")
+    routes: tuple[Route, ...] = ()
+    storage: tuple[StorageRead, ...] = Field((), description="what it reads by itself; of these chunks it is the group's one reader")
+    reason: Told = Field("", description="why there are no routes, or how they were chosen")
+    other_layout: Route | None = Field(
+        None,
+        description="an instance that holds this model and rank with another layout, when none holds it with "
+        "the target's: its manifest says what differs. Its chunks are empty: nothing is to be read from it",
+    )
+    retry_after_s: float | None = Field(
+        None,
+        description="sources exist but have no place now: ask again after this; none: asking again is no use",
+    )

@@ -1,0 +1,176 @@
+"""The fenced blocks of a page, and what its comments say of them.
+
+A comment before a block says how it is run; without one, it is run as it is, in the page's order:
+
+    <!-- terminal: TEXT -->     in a terminal of its own, while the page lasts; goes on once TEXT is written
+    <!-- everywhere -->         in each terminal that is opened later, too
+    <!-- before: COMMANDS -->   what the reader is not shown, run first
+    <!-- not compared: REASON --> what it writes is another thing here
+    <!-- exit: N -->            it is to end with N
+    <!-- run by: PATH -->       the test of that file runs the same
+    <!-- not run: REASON -->    nothing on a machine like this can
+
+and ``<!-- needs: s3 -->`` anywhere on a page starts an S3 server with the bucket `models`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote
+
+from markdown_it import MarkdownIt
+
+ROOT: Final = Path(__file__).parents[2]
+RUN: Final = frozenset({"bash", "console", "python"})
+"""Languages of blocks that are run."""
+SHOWN: Final = frozenset({"json", "proto", "text", "toml", "yaml", "promql", "ini", "diff"})
+"""Languages of blocks that are only looked at."""
+SAID: Final = frozenset({"not compared", "terminal", "everywhere", "before", "exit", "run by", "not run"})
+COMMENT: Final = re.compile(r"<!--\s*(?P<key>[a-z ]+?)\s*(?::\s*(?P<value>.*?))?\s*-->", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block, and what the comments before it say."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    said: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return f"{self.page}:{self.line}"
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the page's own test runs it."""
+        return self.language in RUN and not {"run by", "not run"} & set(self.said)
+
+
+def pages() -> list[Path]:
+    """Every page whose commands people follow."""
+    docs = (path for path in (ROOT / "docs").rglob("*.md") if path.relative_to(ROOT).parts[1] != "site")
+    others = (path for name in ("deploy", "examples") for path in (ROOT / name).rglob("*.md"))
+    return sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *docs, *others])
+
+
+def name_of(page: Path) -> str:
+    """What a page is called in tests."""
+    return str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The fenced blocks of a page in their order."""
+    said: dict[str, str] = {}
+    for token in MarkdownIt("commonmark").parse(page.read_text()):
+        if token.type == "html_block":
+            said |= {found["key"]: found["value"] or "" for found in COMMENT.finditer(token.content)}
+        elif token.type == "fence":
+            line = (token.map or [0])[0] + 1
+            language = token.info.strip().partition(" ")[0]
+            known = {key: value for key, value in said.items() if key in SAID}
+            yield Block(name_of(page), line, language, token.content, known)
+            said = {}
+        elif token.type in ("paragraph_open", "heading_open", "table_open") and said:
+            # What stands before a block belongs to it only if nothing stands between.
+            said = {}
+
+
+def links(page: Path) -> list[str]:
+    """Where a page's links and pictures lead, but for the web."""
+    tokens = MarkdownIt("commonmark").enable("table").parse(page.read_text())
+    found = (
+        str(child.attrs.get("href") or child.attrs.get("src"))
+        for token in tokens
+        for child in token.children or ()
+        if child.type in ("link_open", "image")
+    )
+    return [unquote(link) for link in found if not re.match(r"[a-z]+:", link)]
+
+
+def headings(page: Path) -> set[str]:
+    """The places of a page that links may name: its headings, as GitHub and the site spell them."""
+    tokens = MarkdownIt("commonmark").parse(page.read_text())
+    texts = (
+        "".join(child.content for child in token.children or ())
+        for before, token in pairwise(tokens)
+        if before.type == "heading_open"
+    )
+    return {re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text in texts}
+
+
+def needs(page: Path) -> set[str]:
+    """The servers that a page asks for."""
+    return {
+        found["value"]
+        for found in COMMENT.finditer(page.read_text())
+        if found["key"] == "needs" and found["value"]
+    }
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of a console block, and what it is to write."""
+
+    command: str
+    output: tuple[str, ...] = ()
+
+
+def steps(block: Block) -> list[Step]:
+    """What a block has a shell do: all of a bash block, each command behind ``$`` of a console."""
+    if block.language != "console":
+        return [Step(block.text)]
+    found: list[tuple[str, list[str]]] = []
+    goes_on = False
+    for line in block.text.splitlines():
+        if goes_on:
+            command, output = found[-1]
+            found[-1] = (f"{command}\n{line.removeprefix('> ')}", output)
+            goes_on = line.endswith("\\")
+        elif line.startswith("$ "):
+            found.append((line[2:], []))
+            goes_on = line.endswith("\\")
+        elif found and line.strip():
+            found[-1][1].append(line)
+    compared = "not compared" not in block.said
+    return [Step(command, tuple(output) if compared else ()) for command, output in found]
+
+
+BAR: Final = "█"
+"""What the terminal draws with: how long a bar is is no matter."""
+FREE: Final = re.compile(r"(…|(?<![\w])[0-9a-f]{8,32}(?![\w])|\d+(?:\.\d+)?)")
+
+
+def looks_like(expected: str) -> re.Pattern[str]:
+    """What a line of output may be: any number for a number, any id for an id, any text for ``…``."""
+    parts = []
+    for word in expected.replace(BAR, "").split():
+        for piece in FREE.split(word):
+            if piece == "…":
+                parts.append(".*")
+            elif re.fullmatch(r"\d+(\.\d+)?", piece) and len(piece) < 8:
+                parts.append(r"\d+(?:\.\d+)?")
+            elif FREE.fullmatch(piece):
+                parts.append("[0-9a-f]+")
+            else:
+                parts.append(re.escape(piece))
+        parts.append(r"\s+")
+    return re.compile("".join(parts[:-1]))
+
+
+def missing(expected: tuple[str, ...], actual: str) -> str | None:
+    """The first line that the output lacks; lines between are no matter."""
+    lines = iter(actual.replace(BAR, "").splitlines())
+    for line in expected:
+        pattern = looks_like(line)
+        if line.strip() != "…" and not any(pattern.search(one) for one in lines):
+            return line
+    return None

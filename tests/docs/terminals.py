@@ -1,0 +1,150 @@
+"""Shells in which a page's commands are run as its reader would: one for the page, one for each server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from tests.docs.pages import Block, Step, missing, steps
+
+MOST_S: Final = 90.0
+"""What any one command may take on a busy machine."""
+LOOK_S: Final = 0.05
+PORT: Final = "8700"
+"""The planner's port in the pages: tests use a free one in its place."""
+
+
+class Failed(Exception):
+    """A command of a page did not do what the page says."""
+
+
+class Terminals:
+    """The shells of one page, in one folder; all that they started is ended with them."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str], port: int) -> None:
+        self.folder = folder
+        self.environment = {**environment, "RFORK_PLANNER_PORT": str(port)}
+        self._port = port
+        self._shells: list[subprocess.Popen[str]] = []
+        self._written = 0
+        self._everywhere: list[Block] = []
+        self._page = self._shell()
+
+    def run(self, block: Block) -> None:
+        """Run a block. Raises Failed with what it wrote."""
+        if "before" in block.said:
+            self._step(Step(block.said["before"]), block, self._page, "0")
+        if block.language == "python":
+            script = self.folder / f"line{block.line}.py"
+            script.write_text(self._fitted(block.text))
+            self._step(Step(f"{sys.executable} {script.name}"), block, self._page, "0")
+            return
+        shell = self._page
+        if "everywhere" in block.said:
+            self._everywhere.append(block)
+        elif "terminal" in block.said:
+            shell = self._shell()
+            for earlier in self._everywhere:
+                for step in steps(earlier):
+                    self._step(step, earlier, shell, "0")
+        for step in steps(block):
+            self._step(step, block, shell, block.said.get("exit", "0"))
+
+    def transcript(self) -> str:
+        """All that was written so far, in the order of the commands."""
+        return "\n".join((self.folder / f".{at}.output").read_text() for at in range(1, self._written + 1))
+
+    def _step(self, step: Step, block: Block, shell: subprocess.Popen[str], code: str) -> None:
+        self._written += 1
+        output, ended = (self.folder / f".{self._written}.{name}" for name in ("output", "ended"))
+        script = self.folder / f".{self._written}.sh"
+        # A shell that dies of a failing command is seen; what a block exports has to outlive it.
+        strict = ("set -e\n", "\nset +e\n") if code == "0" else ("", "")
+        script.write_text(strict[0] + self._fitted(step.command) + strict[1])
+        if shell.stdin is None:
+            raise Failed("a shell without input")
+        shell.stdin.write(
+            f"source {script} > {output} 2>&1; echo $? > {ended}.part; mv {ended}.part {ended}\n"
+        )
+        shell.stdin.flush()
+        awaited = block.said.get("terminal")
+        until = time.monotonic() + MOST_S
+        while not ended.exists():
+            if awaited is not None and output.exists() and awaited in output.read_text():
+                return
+            if shell.poll() is not None or time.monotonic() > until:
+                raise Failed(
+                    self._story(
+                        block, step, output, "it did not end" if awaited is None else f"no '{awaited}'"
+                    )
+                )
+            time.sleep(LOOK_S)
+        if awaited is not None and shell is not self._page:
+            raise Failed(self._story(block, step, output, "it ended"))
+        if (got := ended.read_text().strip()) != code:
+            raise Failed(self._story(block, step, output, f"it ended with {got} instead of {code}"))
+        if (line := missing(step.output, output.read_text())) is not None:
+            raise Failed(self._story(block, step, output, f"it did not write:\n{line}"))
+
+    def _fitted(self, text: str) -> str:
+        return text.replace(PORT, str(self._port))
+
+    def _story(self, block: Block, step: Step, output: Path, why: str) -> str:
+        wrote = output.read_text() if output.exists() else ""
+        others = "".join(
+            f"\n--- {path.name}\n{path.read_text()[-1500:]}"
+            for path in sorted(self.folder.glob(".*.output"))[-6:]
+            if path != output
+        )
+        return f"{block.where}: {why}\n$ {step.command}\n{wrote}{others}"
+
+    def _shell(self) -> subprocess.Popen[str]:
+        shell = subprocess.Popen(
+            ["bash", "--noprofile", "--norc"],
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self._shells.append(shell)
+        return shell
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for shell in reversed(self._shells):
+            for sent in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(shell.pid, sent)
+                if sent == signal.SIGTERM:
+                    _wait_for_group(shell)
+            shell.wait()
+            if shell.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    shell.stdin.close()
+
+
+def _wait_for_group(shell: subprocess.Popen[str]) -> None:
+    """Until all processes of a group have ended, or ten seconds have passed."""
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        shell.poll()
+        try:
+            os.killpg(shell.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(LOOK_S)

@@ -1,0 +1,22 @@
+"""What makes servers of the http transport speak TLS."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trustme
+
+
+@pytest.fixture
+def authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> trustme.CA:
+    """Settings under which servers show a certificate and clients trust its authority; mTLS by that."""
+    made = trustme.CA()
+    shown = made.issue_cert("127.0.0.1")
+    shown.private_key_pem.write_to_path(tmp_path / "key.pem")
+    for part in shown.cert_chain_pems:
+        part.write_to_path(tmp_path / "certificate.pem", append=True)
+    made.cert_pem.write_to_path(tmp_path / "ca.pem")
+    for name in ("certificate", "key", "ca"):
+        monkeypatch.setenv(f"RFORK_TLS_{name.upper()}", str(tmp_path / f"{name}.pem"))
+    return made

@@ -1,0 +1,46 @@
+"""Sources and targets over http on the loopback interface, and raw connections to a source."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+from rfork.image.chunks import MIB
+from rfork.settings import Settings
+from rfork.transport.base import Endpoint
+from rfork.transport.http import HttpTransport
+from tests.transport_contract import TOKEN, Pair
+
+AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}
+SIZES = (3 * MIB, 1000, 77)
+LARGE = (40 * MIB,)
+
+
+@contextmanager
+def pair(sizes: tuple[int, ...] = SIZES, **settings: float) -> Iterator[Pair]:
+    made = Pair.over(HttpTransport(Settings.model_validate(settings)), sizes)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def url_of(endpoint: Endpoint) -> str:
+    return endpoint.parameters["url"]
+
+
+def connected_to(endpoint: Endpoint) -> socket.socket:
+    place = urlsplit(url_of(endpoint))
+    return socket.create_connection((place.hostname, place.port), timeout=30)
+
+
+def request(**fields: str) -> bytes:
+    lines = ["GET /v1/image HTTP/1.1", "Host: seed", *(f"{name}: {value}" for name, value in fields.items())]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def conversations() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("rfork-http")]

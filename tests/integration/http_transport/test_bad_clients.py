@@ -1,0 +1,159 @@
+"""Clients that send garbage, stand still, or take all places."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import pytest
+
+from rfork.errors import SourceBusy
+from rfork.image.safetensors_header import header
+from rfork.settings import Settings
+from rfork.transport.http import HttpTransport, stream
+from rfork.transport.http.answer import ImageFile
+from rfork.transport.http.server import LOBBY, HttpExporter
+from tests.integration.http_transport.pairs import (
+    AUTHORIZATION,
+    LARGE,
+    SIZES,
+    connected_to,
+    conversations,
+    pair,
+    request,
+)
+from tests.transport_contract import TOKEN, FakeGate, content, image_of, soon
+
+
+def received_from(connection: socket.socket) -> bytes:
+    """All that comes until the other side ends the connection."""
+    received = bytearray()
+    try:
+        while data := connection.recv(1 << 20):
+            received += data
+    except ConnectionResetError:
+        pass
+    return bytes(received)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"\x16\x03\x01\x00\xff" + os.urandom(200), b"400"),
+        (b"\x00" * 5000, b"400"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n" + b"x: y\r\n" * 5000, b"431"),
+        (b"GET /v1/image HTTP/2.0\r\nHost: a\r\n\r\n", b"505"),
+        (request(**{"Content-Length": "5"}) + b"hello", b"400"),
+        (request(**{"Transfer-Encoding": "chunked"}), b"400"),
+    ],
+)
+def test_garbage_is_answered_and_closed(sent: bytes, status: bytes) -> None:
+    """What is no request has its status and ends the connection; the next reader is served."""
+    with pair() as made:
+        with connected_to(made.exporter.endpoint()) as stranger:
+            stranger.sendall(sent)
+            assert b"HTTP/1.1 " + status == received_from(stranger)[:12]
+        made.connect().read(0, 1000, soon())
+        assert content(made.source, 0, 1000) == content(made.target, 0, 1000)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /v1/im", request(**AUTHORIZATION)[:-2]])
+def test_a_request_that_does_not_end_is_cut(sent: bytes) -> None:
+    """A connection that says nothing, or half a head, is closed without a word after `stall_s`."""
+    with pair(stall_s=0.2) as made, connected_to(made.exporter.endpoint()) as stranger:
+        stranger.sendall(sent)
+        assert b"" == received_from(stranger)
+
+
+def test_a_client_that_does_not_read_is_cut() -> None:
+    """A reader that takes no byte for `stall_s` loses its connection, and its thread ends."""
+    with pair(sizes=LARGE, stall_s=0.2) as made, connected_to(made.exporter.endpoint()) as stranger:
+        stranger.sendall(request(**AUTHORIZATION))
+        assert b"HTTP/1.1 200 OK" == stranger.recv(15)
+        for thread in conversations():
+            if thread.name == "rfork-http":
+                thread.join(30)
+        assert ["rfork-http-accept"] == [thread.name for thread in conversations()]
+        assert len(received_from(stranger)) < sum(LARGE)
+
+
+def test_a_reader_that_stands_still_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """One that was let in; of a stranger nothing is said."""
+    caplog.set_level(logging.INFO, logger="rfork.transport.http.server")
+    for sent in (b"GET", request(**AUTHORIZATION)):
+        with pair(sizes=LARGE, stall_s=0.2) as made, connected_to(made.exporter.endpoint()) as reader:
+            reader.sendall(sent)
+            reader.recv(15)
+            for thread in conversations():
+                if thread.name == "rfork-http":
+                    thread.join(30)
+    told = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert ["connection given up"] == told
+
+
+def test_sending_goes_on_after_it_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No system call lasts longer than SEND_S; what could not be sent in one is sent in the next."""
+    full, sendmsg = threading.Semaphore(0), socket.socket.sendmsg
+
+    def noted(connected: socket.socket, views: Sequence[memoryview]) -> int:
+        try:
+            return sendmsg(connected, views)
+        except BlockingIOError:
+            full.release()
+            raise
+
+    monkeypatch.setattr(stream, "SEND_S", 0.01)
+    monkeypatch.setattr(socket.socket, "sendmsg", noted)
+    sent = bytes(range(256)) * (LARGE[0] // 256)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = socket.create_connection(listener.getsockname())
+        sending = stream.PlainStream(listener.accept()[0])
+
+    def send() -> None:
+        sending.send([sent], 30)
+        sending.close()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    for _ in range(3):
+        full.acquire(timeout=30)
+    received = received_from(here)
+    thread.join()
+    here.close()
+    assert sent == received
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "tls"])
+def test_silent_strangers_keep_no_reader_out(secure: bool, request: pytest.FixtureRequest) -> None:
+    """With 300 silent connections open, a good reader gets the whole image."""
+    if secure:
+        request.getfixturevalue("authority")
+    with pair() as made, ExitStack() as strangers:
+        for _ in range(300):
+            strangers.enter_context(connected_to(made.exporter.endpoint()))
+        made.connect().read(0, made.source.layout.image_bytes, soon())
+        assert content(made.source) == content(made.target)
+        assert len(conversations()) <= LOBBY + 2
+
+
+def test_with_all_places_taken_readers_are_told_so() -> None:
+    """One more connection than there are places gets 503, which a reader calls SourceBusy."""
+    source = image_of(SIZES, seed=1)
+    file = ImageFile(source, header(source.layout), FakeGate())
+    exporter = HttpExporter(
+        file, bind="127.0.0.1", ports=[0], advertise="127.0.0.1", tls=None, stall_s=10, most_connections=1
+    )
+    transport = HttpTransport(Settings())
+    first = transport.connect(exporter.endpoint(), image_of(SIZES), lambda: TOKEN, soon())
+    first.read(0, 10, soon())
+    second = transport.connect(exporter.endpoint(), image_of(SIZES), lambda: TOKEN, soon())
+    with pytest.raises(SourceBusy):
+        second.read(0, 10, soon())
+    first.read(10, 20, soon())
+    first.close()
+    second.close()
+    exporter.close()

@@ -1,0 +1,76 @@
+"""The http transport over TLS: who is let in, and who is trusted."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import trustme
+
+from rfork.errors import SourceGone
+from rfork.image.chunks import MIB
+from rfork.settings import Settings
+from rfork.transport.http import HttpTransport
+from rfork.transport.tls import client_context
+from tests.integration.http_transport.pairs import SIZES, pair, url_of
+from tests.transport_contract import Pair, content, soon
+
+
+def test_mutual_tls_gives_the_right_bytes(authority: trustme.CA) -> None:
+    """With a certificate on both sides, many small and large tensors arrive as they are."""
+    with pair(sizes=(3 * MIB, *(1000,) * 300, 5)) as made:
+        made.connect().read(0, made.source.layout.image_bytes, soon())
+        assert content(made.source) == content(made.target)
+        assert "https" == urlsplit(url_of(made.exporter.endpoint())).scheme
+
+
+def test_a_server_without_ca_takes_any_client(authority: trustme.CA, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a certificate but no authority the server is plain TLS: clients need show nothing."""
+    with monkeypatch.context() as server_side:
+        server_side.delenv("RFORK_TLS_CA")
+        made = Pair.over(HttpTransport(Settings()), SIZES)
+    monkeypatch.delenv("RFORK_TLS_CERTIFICATE")
+    monkeypatch.delenv("RFORK_TLS_KEY")
+    made.connect().read(0, 1000, soon())
+    made.close()
+    assert content(made.source, 0, 1000) == content(made.target, 0, 1000)
+
+
+def test_mutual_tls_keeps_out_who_shows_nothing(
+    authority: trustme.CA, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client without a certificate gets no byte, and the server goes on."""
+    with pair() as made:
+        with monkeypatch.context() as bare:
+            bare.delenv("RFORK_TLS_CERTIFICATE")
+            bare.delenv("RFORK_TLS_KEY")
+            with pytest.raises(SourceGone):
+                made.connect().read(0, 1000, soon())
+        made.connect().read(0, 1000, soon())
+        assert content(made.source, 0, 1000) == content(made.target, 0, 1000)
+
+
+def test_a_server_of_another_authority_is_not_trusted(
+    authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target that trusts another authority does not even show its token."""
+    with pair() as made:
+        trustme.CA().cert_pem.write_to_path(tmp_path / "other.pem")
+        monkeypatch.setenv("RFORK_TLS_CA", str(tmp_path / "other.pem"))
+        with pytest.raises(SourceGone, match="certificate"):
+            made.connect()
+
+
+def test_unusable_tls_files_make_it_unavailable(authority: trustme.CA, tmp_path: Path) -> None:
+    """`availability` names the file that cannot be used."""
+    (tmp_path / "key.pem").write_text("not a key")
+    availability = HttpTransport(Settings()).availability()
+    assert not availability.usable
+    assert "RFORK_TLS_CERTIFICATE" in availability.reason
+
+
+def test_http_speaks_the_oldest_tls_it_should() -> None:
+    """Nothing below TLS 1.2 is offered to a server."""
+    assert ssl.TLSVersion.TLSv1_2 == client_context(Settings().tls).minimum_version

@@ -1,0 +1,68 @@
+"""Sources and targets over shared_memory in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rfork.image.chunks import MIB
+from rfork.image.memory import Image
+from rfork.settings import Settings
+from rfork.transport.base import Endpoint, Reader
+from rfork.transport.same_host.dialling import Connections
+from rfork.transport.same_host.messages import Message
+from rfork.transport.shared_memory import SharedMemoryTransport
+from tests.integration.shared_memory_source import SIZES
+from tests.transport_contract import TOKEN, Pair, image_of, soon
+
+LARGE = (32 * MIB, 1000, 30 * MIB + 5)
+
+
+def transport(**settings: str) -> SharedMemoryTransport:
+    return SharedMemoryTransport(Settings.model_validate(settings))
+
+
+@contextlib.contextmanager
+def pair(sizes: tuple[int, ...] = LARGE, **settings: str) -> Iterator[Pair]:
+    made = Pair.over(transport(**settings), sizes)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextlib.contextmanager
+def reading(endpoint: Endpoint, image: Image, **settings: str) -> Iterator[Reader]:
+    reader = transport(**settings).connect(endpoint, image, lambda: TOKEN, soon())
+    with contextlib.closing(reader):
+        yield reader
+
+
+def fork_of(endpoint: Endpoint, sizes: tuple[int, ...] = SIZES) -> Image:
+    """A target that has read all."""
+    image = image_of(sizes)
+    with reading(endpoint, image) as reader:
+        reader.read(0, image.layout.image_bytes, soon())
+    return image
+
+
+def mapped(pid: int | str = "self") -> dict[str, int]:
+    """Bytes of a process's mappings of chunks: resident, its share of those, its own (Anonymous)."""
+    sums = dict.fromkeys(("Rss", "Pss", "Anonymous"), 0)
+    ours = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            ours = "memfd:rfork-chunk" in line
+        elif ours and line.partition(":")[0] in sums:
+            sums[line.partition(":")[0]] += int(line.split()[1]) << 10
+    return sums
+
+
+def asked(endpoint: Endpoint, message: Message) -> tuple[Message, list[int]]:
+    """What the source answers to a message of one's own; the descriptors are the caller's."""
+    connections = Connections(endpoint.parameters, 30)
+    with contextlib.closing(connections), connections.borrowed(soon()) as connection:
+        connection.send(message, deadline=soon())
+        return connection.receive(soon())

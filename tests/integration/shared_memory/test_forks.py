@@ -1,0 +1,94 @@
+"""Whole forks over shared_memory: processes of one host have the weights in memory once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rfork.control.client import PlannerClient
+from rfork.engines.fetching import ranks_of
+from rfork.fork.fetching import fetch_reported
+from rfork.image.chunks import MIB
+from rfork.settings import Settings
+from rfork.transport.shared_memory.own_memory import FILE_NAME
+from tests.conftest import StartRfork
+from tests.integration.shared_memory.pairs import mapped
+from tests.integration.weights_node import MODEL, Node, sha256_of
+
+READY = r'"event": ?"ready"'
+
+
+@pytest.fixture
+def planner(rfork_process: StartRfork) -> str:
+    """The URL of a planner that knows nobody yet."""
+    process = rfork_process("planner", "--port", "0", "--json", until=READY)
+    return str(json.loads(process.wait_for(rf"^.*{READY}.*$").group())["url"])
+
+
+def mapped_by_children() -> list[int]:
+    """Bytes of chunks that each process has mapped which this one started."""
+    tasks = Path("/proc/self/task").glob("*/children")
+    return [mapped(pid)["Rss"] for task in tasks for pid in task.read_text().split()]
+
+
+def kept_by_children() -> list[str]:
+    """Files of whole chunks that processes which this one started have open."""
+    tasks = Path("/proc/self/task").glob("*/children")
+    folders = [Path(f"/proc/{pid}/fd") for task in tasks for pid in task.read_text().split()]
+    targets = [os.readlink(file) for folder in folders for file in folder.iterdir()]
+    return [target for target in targets if target.startswith(f"/memfd:{FILE_NAME}")]
+
+
+def test_forks_of_one_host_share_the_memory(planner: str) -> None:
+    """Two targets fork from a seed, or one from the other, and both have mapped the chunks."""
+    options = {"RFORK_TRANSPORTS": "shared_memory,http", "RFORK_DRAIN_S": "0"}
+    with contextlib.ExitStack() as stack:
+        seed, *targets = (stack.enter_context(Node(planner, options)) for _ in range(3))
+        seed.ask("seed", 1)
+        for target in targets:
+            target.ask("fork")
+        reports = [target.ask("report") for target in targets]
+        large = [size for size in mapped_by_children() if size > 10 * MIB]
+        assert [("forked", sha256_of(1), [])] * 2 == [
+            (report["outcome"], report["sha256"], report["reasons"]) for report in reports
+        ]
+        assert 2 == len(large)
+
+
+def test_who_only_passes_through_leaves_nothing_behind(planner: str) -> None:
+    """A snapshot of a seed's weights is read from it without a file that it would keep for others."""
+    options = {"RFORK_TRANSPORTS": "shared_memory,http", "RFORK_DRAIN_S": "0"}
+    with Node(planner, options) as seed:
+        seed.ask("seed", 1)
+        settings = Settings(planner=planner, transports=("shared_memory",))
+        with PlannerClient.of(settings) as client:
+            (holder,) = ranks_of(client, MODEL)
+        _, manifest, report = fetch_reported(holder, lambda: PlannerClient.of(settings), settings)
+        assert [("shared_memory", len(manifest.digests))] == [
+            (share.transport, share.verified_chunks) for share in report.sources
+        ]
+        assert [] == kept_by_children()
+
+
+def test_a_target_that_does_not_share_the_folder_goes_by_http(planner: str, tmp_path: Path) -> None:
+    """A container without the seed's folder of sockets takes the next transport, and says why."""
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+    options = {"RFORK_TRANSPORTS": "shared_memory,http", "RFORK_DRAIN_S": "0"}
+    with contextlib.ExitStack() as stack:
+        seed, target = (
+            stack.enter_context(Node(planner, {**options, "RFORK_LOCAL_SOCKETS": str(folder)}))
+            for folder in folders
+        )
+        seed.ask("seed", 1)
+        assert [1, 0] == [len(list(folder.iterdir())) for folder in folders]
+        target.ask("fork")
+        report = target.ask("report")
+        assert ("forked", sha256_of(1)) == (report["outcome"], report["sha256"])
+        assert "NotOneHost" in str(report["reasons"])
+    assert [0, 0] == [len(list(folder.iterdir())) for folder in folders]

@@ -1,0 +1,83 @@
+"""Every command of every page, run in the page's order as its reader would."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.seaweed import SeaweedServer
+from rfork.cli.demo.model import prepare
+from tests.docs.pages import blocks, name_of, needs, pages
+from tests.docs.terminals import Terminals
+
+ROOT = Path(__file__).parents[2]
+SLOW = {"docs/snapshots.md", "docs/terminal.md"}
+"""Pages whose commands take more than twenty seconds. The quickstart's do too, and are run at each build."""
+RUN = [
+    pytest.param(page, id=name_of(page), marks=[pytest.mark.slow] if name_of(page) in SLOW else [])
+    for page in pages()
+    if any(block.is_run for block in blocks(page))
+]
+
+
+def environment(folder: Path, model: Path) -> dict[str, str]:
+    """A newcomer's environment: an empty home but for the demo's model, for which a tiny one stands in."""
+    home = folder / "home"
+    cache = home / ".cache" / "rfork"
+    cache.mkdir(parents=True)
+    shutil.copytree(model, cache / "smollm2-135m-instruct", copy_function=os.link)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RFORK_", "AWS_", "_"))}
+    return {
+        **kept,
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+        "HOME": str(home),
+        "REPOSITORY": str(ROOT),
+        "TINY_MODEL": str(model),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "120",
+        "NO_COLOR": "1",
+        "TERM": "dumb",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", RUN)
+def test_commands_of_a_page(
+    page: Path, tmp_path: Path, tiny_model: Path, free_port: int, request: pytest.FixtureRequest
+) -> None:
+    """What the page tells its reader to do can be done, and writes what the page says."""
+    surroundings = environment(tmp_path, tiny_model)
+    if "s3" in needs(page):
+        server: SeaweedServer = request.getfixturevalue("seaweed_server")
+        surroundings |= server.environment()
+    follow(page, tmp_path / "work", surroundings, free_port)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_quickstart_with_its_own_model(tmp_path: Path, free_port: int) -> None:
+    """With the model that the quickstart is about, the copy answers what the page says."""
+    pytest.importorskip("gguf")
+    page = ROOT / "docs" / "quickstart.md"
+    model = prepare(tmp_path / "cache", console=Console(quiet=True))
+    wrote = follow(page, tmp_path / "work", environment(tmp_path, model), free_port)
+    answer = next(block.text for block in blocks(page) if block.language == "text")
+    assert answer in wrote
+
+
+def follow(page: Path, folder: Path, surroundings: dict[str, str], port: int) -> str:
+    """Run a page's commands in a new folder, and return all that they wrote."""
+    folder.mkdir()
+    with Terminals(folder, surroundings, port) as terminals:
+        for block in blocks(page):
+            if block.is_run:
+                terminals.run(block)
+        return terminals.transcript()

@@ -1,0 +1,144 @@
+"""What the pages show, read: each command, option, variable, target and chart value in them exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.commands import simple_commands, wrong_command, wrong_python, wrong_variables
+from tests.docs.pages import RUN, SHOWN, Block, blocks, headings, links, missing, name_of, pages, steps
+
+ROOT = Path(__file__).parents[2]
+SPANS = {"make plan"}
+"""Names that only look like commands: those of spans (docs/tracing.md)."""
+PAGES = pytest.mark.parametrize("page", pages(), ids=name_of)
+
+
+def shell_text(block: Block) -> str:
+    """All commands of a block, shown and hidden."""
+    return "\n".join([block.said.get("before", ""), *(step.command for step in steps(block))])
+
+
+@PAGES
+def test_every_block_is_run_or_says_why_not(page: Path) -> None:
+    """A block of commands is run by the page's test, by a test that exists, or says what it lacks."""
+    wrong = []
+    for block in blocks(page):
+        if block.language not in RUN | SHOWN:
+            wrong.append(f"{block.where}: the language {block.language!r}")
+        elif "run by" in block.said and not (ROOT / block.said["run by"].partition("::")[0]).is_file():
+            wrong.append(f"{block.where}: no test {block.said['run by']}")
+        elif block.said.get("not run", "a reason") == "":
+            wrong.append(f"{block.where}: not run, and no reason")
+        elif block.language == "console" and not steps(block):
+            wrong.append(f"{block.where}: a console without a command")
+    assert [] == wrong
+
+
+@PAGES
+def test_commands_in_blocks_exist(page: Path) -> None:
+    """Each rfork subcommand and option, make target, benchmark, chart value and engine flag is there."""
+    wrong = [
+        f"{block.where}: {fault}"
+        for block in blocks(page)
+        if block.language in ("bash", "console")
+        for words in simple_commands(shell_text(block))
+        if (fault := wrong_command(words)) is not None
+    ]
+    assert [] == wrong
+
+
+@PAGES
+def test_commands_in_sentences_exist(page: Path) -> None:
+    """The same of what a sentence names between backquotes."""
+    prose = re.sub(r"^( *)(```+).*?^\1\2", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    wrong = [
+        f"{name_of(page)}: {fault}"
+        for code in re.findall(r"(?<!`)`((?:rfork|make|python -m benchmarks\.\w+|helm)(?: [^`]+)?)`", prose)
+        for words in simple_commands(code.replace("NAME", "pull").partition("…")[0])
+        if len(words) > 1 and code not in SPANS and (fault := wrong_command(words)) is not None
+    ]
+    assert [] == wrong
+
+
+@PAGES
+def test_python_in_blocks_names_what_there_is(page: Path) -> None:
+    """Each name of the package that a piece of Python uses exists, and takes the keywords given."""
+    wrong = [
+        f"{block.where}: {fault}"
+        for block in blocks(page)
+        if block.language == "python"
+        for fault in wrong_python(block.text)
+    ]
+    assert [] == wrong
+
+
+@PAGES
+def test_variables_exist(page: Path) -> None:
+    """Each RFORK_… on a page is read by a setting."""
+    assert [] == wrong_variables(page.read_text())
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if "docs" not in page.parts], ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Each link to a file of the repository finds it, and its heading (of docs/: test_docs_site)."""
+    wrong = []
+    for link in links(page):
+        path, _, place = link.partition("#")
+        meant = (page.parent / path).resolve() if path else page
+        if not meant.exists() or (place and place not in headings(meant)):
+            wrong.append(f"{name_of(page)}: {link}")
+    assert [] == wrong
+
+
+def test_what_a_reader_of_pages_sees(tmp_path: Path) -> None:
+    """Comments belong to the block that follows at once; consoles have commands with their output."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- not run: a GPU -->\n```bash\nnvidia-smi\n```\n\nText.\n\n<!-- exit: 1 -->\n\nMore text.\n\n"
+        "```console\n$ echo 3 \\\n    4\n3 …\n$ true\n```\n"
+    )
+    found = list(blocks(page))
+    assert [{"not run": "a GPU"}, {}] == [block.said for block in found]
+    assert [("echo 3 \\\n    4", ("3 …",)), ("true", ())] == [
+        (step.command, step.output) for step in steps(found[1])
+    ]
+
+
+def test_output_is_compared_loosely() -> None:
+    """Numbers may be others, … stands for anything, lines between do not matter; a line that lacks does."""
+    written = "one\nforked 15.20 GB in 3 s from ab12\n\nlast"
+    assert None is missing(("forked 1 GB in 0.5 s from …", "last"), written)
+    assert "last thing" == missing(("one", "last thing"), written)
+
+
+@pytest.mark.parametrize(
+    ("command", "wrong"),
+    [
+        ("rfork pull ./model --generate 'What is it?' > out", False),
+        ("RFORK_SNAPSHOT=s3://a/b rfork snapshot s3://a/b --name llama --shared", False),
+        ("rfork snapshot ls s3://a", False),
+        ("rfork launch --planner http://p:1 -- vllm serve org/model", False),
+        ("rfork fork ./model", True),
+        ("rfork seed --gnerate x", True),
+        ("make teste", True),
+        ("python -m benchmarks.nothing", True),
+        ("helm install rfork deploy/helm/rfork --set planner.replica=2", True),
+        ("helm install rfork deploy/helm/rfork --set 'instances.namespaces={a,b}',planner.replicas=2", False),
+        ("python -m sglang.launch_server --model-path m --rfork-plan http://p", True),
+        ("echo $(rfork statu)", True),
+    ],
+)
+def test_a_command_that_does_not_exist_is_found(command: str, wrong: bool) -> None:
+    """These commands are right, and those are wrong."""
+    faults = [fault for words in simple_commands(command) if (fault := wrong_command(words))]
+    assert wrong == bool(faults), faults
+
+
+def test_python_that_does_not_exist_is_found() -> None:
+    """A name that the package lacks, and a keyword that a function does not take."""
+    text = "import rfork\nrfork.spoon()\nrfork.seed(m, modell='x')\nrfork.seed(m, model='x')\n"
+    assert ["rfork.seed(modell=)", "rfork.spoon"] == sorted(wrong_python(text))
+    assert ["RFORK_PLANER"] == wrong_variables("RFORK_PLANNER, RFORK_PLANER, RFORK_STORAGE_*, RFORK_HOOK_…")

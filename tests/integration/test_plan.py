@@ -1,0 +1,46 @@
+"""`rfork plan` beside a real planner: what it says is what real forks then do."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import cast
+
+import httpx
+
+from rfork.control.client import PlannerClient
+from rfork.wire import PreviewPage, ScaleUp
+from tests.conftest import StartRfork
+
+READY = r'"event": ?"ready"'
+PATIENCE_S = 60.0
+
+
+def test_forks_read_as_it_was_said(rfork_process: StartRfork, tiny_model: Path) -> None:
+    """Two come together: each reads half from the seed and half from the other, for the chunks are few."""
+    environment = {"RFORK_PLANNER_GATHER_S": "8"}
+    planner = rfork_process("planner", "--port", "0", "--json", until=READY, environment=environment)
+    url = cast(str, json.loads(planner.wait_for(rf"^.*{READY}.*$").group())["url"])
+    own = {"RFORK_TRANSPORTS": "http"}
+    common = (str(tiny_model), "--name", "tiny", "--planner", url, "--json")
+    rfork_process("seed", *common, until=READY, environment=own | {"RFORK_REPLICA": "seed"})
+    asked = ("plan", "--dry-run", "--targets", "2", "--planner", url)
+    tree, told = rfork_process(*asked), rfork_process(*asked, "--json")
+    assert (0, 0) == (tree.wait(), told.wait())
+    (preview,) = PreviewPage.model_validate_json(told.stdout).items
+    scaleup = ScaleUp(scaleup_id="up", model="tiny", replicas=2)
+    httpx.post(
+        f"{url}/v1/scaleups", json=scaleup.model_dump(mode="json"), trust_env=False, timeout=PATIENCE_S
+    ).raise_for_status()
+    pulls = [
+        rfork_process("pull", *common, environment=own | {"RFORK_REPLICA": f"p{n}", "RFORK_HOST": f"h{n}"})
+        for n in (1, 2)
+    ]
+    assert [0, 0] == [pull.wait() for pull in pulls]
+    with PlannerClient(url) as client:
+        plans = [fork.plan for fork in client.forks()]
+    # By what they are: a seed that was there, or somebody that came with them.
+    predicted = Counter(share.source_id[:4] == "seed" for each in preview.targets for share in each.shares)
+    read = Counter(share.source_id[:4] == "seed" for shares in plans for share in shares)
+    assert ({True: 2, False: 2}, predicted, True) == (predicted, read, "is there already" in tree.stdout)

@@ -1,0 +1,93 @@
+"""One trace over three processes, sent to a collector; and a collector that takes nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import cast
+
+from tests.collector import Collected, collecting
+from tests.conftest import StartRfork
+from tests.processes import RforkProcess
+
+READY = r'"event": ?"ready"'
+
+
+def event(process: RforkProcess) -> dict[str, str]:
+    """What a process said when it was ready."""
+    return cast(dict[str, str], json.loads(process.wait_for(rf"^.*{READY}.*$").group()))
+
+
+def above(spans: list[Collected]) -> dict[str, str]:
+    """The name and the service of each span's parent, by its own; empty at a trace's beginning."""
+    known = {span.span_id: f"{span.service}: {span.name}" for span in spans}
+    return {f"{span.service}: {span.name}": known[span.parent] if span.parent else "" for span in spans}
+
+
+def test_one_trace_over_three_processes(rfork_process: StartRfork, tiny_model: Path) -> None:
+    """The fork's: within it what the planner and the seed did for it, each in a process of its own."""
+    with collecting() as collector:
+        traced = {
+            "RFORK_TRACING_ENDPOINT": collector.url,
+            "RFORK_TRACING_HEADERS": "x-tenant=fleet",
+            "RFORK_TRANSPORTS": "http",
+        }
+        planner = rfork_process("planner", "--port", "0", "--json", until=READY, environment=traced)
+        told = ("--name", "tiny", "--planner", event(planner)["url"], "--json")
+        seed = rfork_process("seed", str(tiny_model), *told, until=READY, environment=traced)
+        pull = rfork_process("pull", str(tiny_model), *told, environment=traced)
+        assert 0 == pull.wait()
+        report = json.loads(pull.stdout)
+        for process in (seed, planner):
+            process.signal(signal.SIGTERM)
+            process.wait()
+        spans = [span for span in collector.spans if span.trace_id == report["trace_id"]]
+    instance, coordinator = "rfork-instance: ", "rfork-planner: "
+    assert {
+        f"{instance}fork": "",
+        f"{instance}capture": f"{instance}fork",
+        f"{instance}transfer": f"{instance}fork",
+        f"{instance}plan": f"{instance}transfer",
+        f"{coordinator}POST /v1/forks": f"{instance}plan",
+        f"{coordinator}wait for the plan": f"{coordinator}POST /v1/forks",
+        f"{coordinator}make plan": f"{coordinator}wait for the plan",
+        f"{instance}read from peer": f"{instance}transfer",
+        f"{instance}give": f"{instance}read from peer",
+        f"{coordinator}POST /v1/forks/{{fork_id}}/finish": f"{instance}fork",
+    } == {name: parent for name, parent in above(spans).items() if "progress" not in name}
+    (fork,), (give,) = collector.named("fork"), collector.named("give")
+    assert (report["fork_id"], report["image_bytes"], "forked", False) == (
+        give.attributes["rfork.fork"],
+        give.attributes["rfork.bytes"],
+        fork.attributes["rfork.outcome"],
+        fork.failed,
+    )
+    assert {"fleet"} == {headers["x-tenant"] for headers in collector.headers}
+    assert report["trace_id"] in planner.stderr
+
+
+def test_a_collector_that_hangs_costs_spans_and_nothing_else(
+    rfork_process: StartRfork, tiny_model: Path
+) -> None:
+    """The fork ends, and so does its process, which tells how many spans were dropped."""
+    with collecting(hangs=True) as collector:
+        planner = rfork_process("planner", "--port", "0", "--json", until=READY)
+        told = ("--name", "tiny", "--planner", event(planner)["url"], "--json")
+        rfork_process("seed", str(tiny_model), *told, until=READY)
+        pull = rfork_process(
+            "pull", str(tiny_model), *told, environment={"RFORK_TRACING_ENDPOINT": collector.url}
+        )
+        assert 0 == pull.wait()
+        asked = collector.asked.is_set()
+    dropped = json.loads(pull.wait_for(r"^.*spans were dropped.*$").group())
+    assert (True, "forked", True) == (asked, json.loads(pull.stdout)["outcome"], dropped["spans"] > 0)
+
+
+def test_tracing_that_cannot_be_is_refused_at_the_start(rfork_process: StartRfork) -> None:
+    """In one line that names the setting."""
+    planner = rfork_process(
+        "planner", "--port", "0", environment={"RFORK_TRACING_ENDPOINT": "collector:4318"}
+    )
+    assert 2 == planner.wait()
+    assert "RFORK_TRACING_ENDPOINT" in planner.stderr

@@ -1,0 +1,114 @@
+"""Forks, instances and models as literal values, for the tests of what commands make of them."""
+
+from __future__ import annotations
+
+from rfork.fields import ForkState, InstanceState, Outcome
+from rfork.wire import (
+    ForkFinish,
+    ForkProgress,
+    ForkView,
+    InstanceReport,
+    InstanceView,
+    ModelView,
+    Placement,
+    Rank,
+    Share,
+)
+
+SEED, RELAY, TARGET = "a" * 32, "b" * 32, "c" * 32
+SNAPSHOT = "snapshot:s3://models/llama/"
+GB = 10**9
+KEY = "target-tp0of1-pp0of1-ep0of1"
+
+
+def forked(
+    *,
+    seconds: float = 4.0,
+    phases: dict[str, float] | None = None,
+    link: float | None = 1e9,
+    sources: dict[str, int] | None = None,
+    held: dict[str, int] | None = None,
+    reasons: tuple[str, ...] = (),
+    replans: int = 0,
+    repeated: int = 0,
+    outcome: Outcome = "forked",
+    fallback: str | None = None,
+    transports: dict[str, str] | None = None,
+    age_s: float = 10.0,
+    fork_id: str = "f1",
+    instance_id: str = TARGET,
+    reason: str = "",
+) -> ForkView:
+    """A fork of 4 GB that has ended; without more, in 4 s over a link of 1 GB/s."""
+    given = {SEED: 4 * GB} if sources is None else sources
+    finish = ForkFinish(
+        outcome=outcome,
+        seconds=seconds,
+        bytes_read=sum(given.values()) + repeated,
+        sources=given,
+        fallback=fallback,
+        reasons=reasons,
+        bytes_repeated=repeated,
+        replans=replans,
+        link_bytes_per_s=link,
+        transports={SEED: "http"} if transports is None else transports,
+        phases={"capture": 0.1, "plan": 0.1, "transfer": seconds - 0.2} if phases is None else phases,
+    )
+    state: ForkState = "finished" if outcome in ("forked", "fallback") else "failed"
+    return ForkView(
+        fork_id=fork_id, instance_id=instance_id, model="llama", rank=Rank(), state=state, finish=finish,
+        held=held or {}, age_s=age_s, chunk_count=4, image_bytes=4 * GB, reason=reason,
+    )  # fmt: skip
+
+
+def going(
+    *,
+    verified: tuple[tuple[int, int], ...] = ((0, 2),),
+    bytes_per_s: float = 1e9,
+    plan: tuple[Share, ...] = (Share(source_id=SEED, chunks=((0, 4),)),),
+    held: dict[str, int] | None = None,
+    age_s: float = 2.0,
+    fork_id: str = "f2",
+    instance_id: str = TARGET,
+    reason: str = "",
+) -> ForkView:
+    """A fork of 4 GB that is under way, half done."""
+    progress = ForkProgress(
+        verified=verified, bytes_read=2 * GB, bytes_per_s=bytes_per_s, sources={SEED: 2 * GB},
+        transports={SEED: "http"}, phases={"capture": 0.1, "plan": 0.1, "transfer": 1.8},
+        link_bytes_per_s=1e9,
+    )  # fmt: skip
+    return ForkView(
+        fork_id=fork_id, instance_id=instance_id, model="llama", rank=Rank(),
+        state="running" if plan else "planning", plan=plan, progress=progress if plan else None,
+        held=held or {}, age_s=age_s, chunk_count=4, image_bytes=4 * GB, reason=reason,
+    )  # fmt: skip
+
+
+def instance(
+    instance_id: str = SEED,
+    *,
+    state: InstanceState = "serving",
+    host: str = "node-0",
+    readers: tuple[str, ...] = (),
+    egress_rate: int | None = None,
+    quarantined: str | None = None,
+    age_s: float = 1.0,
+) -> InstanceView:
+    """An instance of 4 chunks that holds all."""
+    report = InstanceReport(
+        instance_id=instance_id, model="llama", layout_id="0" * 32, image_bytes=4 * GB, chunk_count=4,
+        state=state, verified=((0, 4),), address="a:1", placement=Placement(host=host), readers=readers,
+        egress_rate=egress_rate,
+    )  # fmt: skip
+    return InstanceView(report=report, age_s=age_s, quarantined=quarantined)
+
+
+def model(
+    name: str = "llama", *, fork_s: float | None = None, storage_s: float | None = None, running: int = 0
+) -> ModelView:
+    """A row of `/v1/models`."""
+    return ModelView(
+        model=name, rank_key=KEY, layout_id="0" * 32, weights_id="1" * 32, image_bytes=4 * GB, seeds=1,
+        relays=0, forks_running=running, fork_s=fork_s, storage_s=storage_s,
+    )  # fmt: skip

@@ -1,0 +1,136 @@
+"""`rfork top`: what it shows of a fleet, how that fits, and what it does when the planner is gone."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from rfork.cli.fleet import Fleet
+from rfork.cli.top.command import line_of, quits
+from rfork.cli.top.looking import Look, pause_after
+from rfork.cli.top.overview import overview
+from rfork.cli.top.picture import Screen, rows_for
+from tests.unit.cli.fleets import RELAY, SEED, TARGET, forked, going, instance, model
+
+URL = "http://planner:8700"
+FLEET = Fleet(
+    models=(model(fork_s=2.0, storage_s=8.0, running=1), model("idle")),
+    instances=(
+        instance(SEED, readers=("f2",), egress_rate=30_000_000),
+        instance(RELAY, state="draining", host="node-1"),
+        instance(TARGET, state="loading", host="node-2"),
+        instance("liar", host="node-3", quarantined="it sent wrong bytes"),
+        instance("mute", host="node-4", age_s=15.0),
+    ),
+    forks=(
+        going(held={SEED: 30_000_000}),
+        forked(instance_id=RELAY, age_s=30.0),
+        forked(
+            fork_id="f3", instance_id="mute", outcome="fallback", reasons=("SourceGone: x", "NoSource: y")
+        ),
+    ),
+)
+
+
+def screen(width: int, height: int, look: Look | None = None, now: float = 100.0) -> list[str]:
+    """The lines of the picture on a terminal of this size."""
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+    console.print(Screen(look or Look(FLEET, at=100.0), URL, now, keys=True), height=height)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
+@pytest.mark.parametrize("height", [3, 8, 12, 24, 60])
+def test_it_fits_any_terminal(width: int, height: int) -> None:
+    """No line is longer, and there are no more of them, than the terminal has room for."""
+    lines = screen(width, height)
+    assert (True, True) == (len(lines) <= height, all(len(line) <= width for line in lines))
+
+
+def test_what_it_shows() -> None:
+    """Forks under way with rate, time left, sources and phase; trouble, givers, ended forks and fallbacks."""
+    text = "\n".join(screen(160, 60))
+    expected = [
+        "5 instances on 5 hosts, 1 fork under way at 1.00 GB/s", "forks under way (1)", " 50 %", "1.00 GB/s",
+        "2.00 s", "transfer", "aaaaaaaa (http)", "30.00 MB/s", "in trouble (3)",
+        "quarantined: it sent wrong bytes", "silent for 15 s", "draining, nobody reads from it",
+        "models (2)", "8.00 s", "givers (3)", "1 of 4", "ended (2)", "NoSource: y", "fallbacks because of",
+        "q quits", URL,
+    ]  # fmt: skip
+    assert [] == [word for word in expected if word not in text]
+
+
+def test_an_empty_fleet_says_what_to_do() -> None:
+    """Where nobody is registered there is a next step."""
+    assert "start one with `rfork seed MODEL_DIR`" in "\n".join(screen(80, 24, Look(Fleet(), 1.0)))
+
+
+def test_a_planner_that_is_gone_is_said() -> None:
+    """What was seen last stays, below a line that says since when and why."""
+    lines = screen(160, 24, Look(FLEET, 100.0, error="it cannot be reached", away_since=100.0), now=112.0)
+    assert (True, True) == (
+        lines[1].startswith("gone since 12 s") and "it cannot be reached" in lines[1],
+        any("forks under way (1)" in line for line in lines),
+    )
+
+
+@pytest.mark.parametrize(
+    ("wanted", "room", "rows"),
+    [
+        ([1, 1], 6, [1, 1]),
+        ([9, 9], 3, [0, 0]),
+        ([9, 9], 4, [2, 0]),
+        ([9, 9], 7, [5, 0]),
+        ([9, 9], 8, [2, 2]),
+        ([9, 9], 11, [4, 3]),
+        ([3, 100], 100, [3, 93]),
+        ([], 10, []),
+    ],
+)
+def test_room_is_shared(wanted: list[int], room: int, rows: list[int]) -> None:
+    """The first sections have a few rows each before another has more; none is cut where there is room."""
+    assert rows == rows_for(wanted, room)
+
+
+def test_json_of_a_look() -> None:
+    """One line has these fields; the models are as `/v1/models` tells them."""
+    line = json.loads(json.dumps(line_of(Look(FLEET, 100.0), URL)))
+    assert {
+        "at", "planner", "error", "instances", "hosts", "bytes_per_s", "models", "going", "troubles",
+        "givers", "ended", "fallbacks",
+    } == set(line)  # fmt: skip
+    assert (None, 5, {"NoSource": 1}, "llama") == (
+        line["error"], line["instances"], line["fallbacks"], line["models"][0]["model"],
+    )  # fmt: skip
+    assert {
+        "fork_id", "instance_id", "host", "model", "rank", "phase", "share", "bytes_per_s", "eta_s",
+        "seconds", "sources", "transports", "held", "reason",
+    } == set(line["going"][0])  # fmt: skip
+
+
+def test_urgent_things_first() -> None:
+    """Whoever has most readers stands first among those that give, and the last ended among the ended."""
+    seen = overview(FLEET)
+    assert ([SEED, "liar", "mute"], ["f3", "f1"]) == (
+        [giver.instance_id for giver in seen.givers],
+        [fork.fork_id for fork in seen.ended],
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "ends"),
+    [("", False), ("q", True), ("Q", True), ("\x1b", True), ("\x1b[A", False), ("x", False), ("xq", True)],
+)
+def test_keys_that_end_it(typed: str, ends: bool) -> None:
+    """q and Escape do; an arrow, which begins as Escape does, does not."""
+    assert ends == quits(typed)
+
+
+@pytest.mark.parametrize(("took_s", "pause_s"), [(0.01, 0.99), (0.5, 2.0)])
+def test_a_busy_planner_is_asked_less_often(took_s: float, pause_s: float) -> None:
+    """A look is followed by a pause of four times what it took, if that is longer than the interval."""
+    assert pause_s == pause_after(took_s, 1.0)

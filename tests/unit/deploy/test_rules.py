@@ -1,0 +1,123 @@
+"""The chart's alerts and dashboard: they fire when they should, and ask for what there is."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from planner.metrics import Metrics
+
+ROOT: Final = Path(__file__).parents[3]
+CHART: Final = ROOT / "deploy" / "helm" / "rfork"
+RULES: Final = CHART / "rules" / "rfork.yaml"
+CASES: Final = Path(__file__).parent / "rules_test.yaml"
+SELECTOR: Final = re.compile(r"\b(rfork_[a-z_]+)(?:\{([^}]*)\})?")
+MATCHER: Final = re.compile(r'(\w+)(=~|!~|!=|=)"([^"]*)"')
+ADDED: Final = {"namespace", "pod", "le", "job", "instance"}
+"""Labels that a scrape, or a histogram, adds."""
+
+
+def promtool(*arguments: str) -> None:
+    """Run Prometheus' own checks; skips where they are not installed."""
+    path = shutil.which("promtool")
+    if path is None:
+        pytest.skip("NO promtool ON PATH (apt-get install prometheus): the alert rules are NOT tested")
+    done = subprocess.run([path, *arguments], capture_output=True, text=True, check=False)
+    assert 0 == done.returncode, done.stdout + done.stderr
+
+
+def alerts() -> Iterator[dict[str, Any]]:
+    """Every alert of the chart."""
+    for group in yaml.safe_load(RULES.read_text())["groups"]:
+        yield from group["rules"]
+
+
+def expressions() -> Iterator[str]:
+    """What alerts and panels ask Prometheus."""
+    for alert in alerts():
+        yield alert["expr"]
+    for panel in json.loads((CHART / "dashboards" / "rfork.json").read_text())["panels"]:
+        for target in panel.get("targets", ()):
+            yield target["expr"]
+
+
+def told() -> dict[str, dict[str, set[str]]]:
+    """The values of each label of each sample that a planner tells before anything has happened."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for family in text_string_to_metric_families(Metrics().exposition((), ()).decode()):
+        if not family.samples:  # one whose labels are known once something has happened
+            found[f"{family.name}_total"] = {}
+        for sample in family.samples:
+            labels = found.setdefault(sample.name, {})
+            for name, value in sample.labels.items():
+                labels.setdefault(name, set()).add(value)
+    return found
+
+
+def kebab(name: str) -> str:
+    """``RforkNoSeedLeft`` as ``rfork-no-seed-left``."""
+    return re.sub(r"(?<=.)([A-Z])", r"-\1", name).lower()
+
+
+def test_prometheus_reads_the_rules() -> None:
+    """As it would when it starts."""
+    promtool("check", "rules", str(RULES))
+
+
+def test_alerts_fire_when_they_should() -> None:
+    """All of them in a fleet that is in every trouble, and none in one that is well."""
+    promtool("test", "rules", str(CASES))
+
+
+def test_every_alert_is_tested() -> None:
+    """By its name, in the cases that promtool runs."""
+    cases = CASES.read_text()
+    assert [] == [alert["alert"] for alert in alerts() if alert["alert"] not in cases]
+
+
+def test_every_alert_says_what_to_do() -> None:
+    """A severity, a line, a paragraph, and the place of the operating page that goes on."""
+    page = (ROOT / "docs" / "operating.md").read_text()
+    anchors = {alert["alert"]: f"alert-{kebab(alert['alert'])}" for alert in alerts()}
+    for alert in alerts():
+        assert {"summary", "description", "runbook_url"} == set(alert["annotations"])
+        assert alert["labels"]["severity"] in ("warning", "critical")
+        assert alert["annotations"]["runbook_url"].endswith(f"/operating.html#{anchors[alert['alert']]}")
+    assert [] == [anchor for anchor in anchors.values() if f'id="{anchor}"' not in page]
+
+
+def test_every_metric_that_is_asked_for_is_there() -> None:
+    """Those of the planner with the labels and values that are asked for; those of hooks by their names."""
+    known = told()
+    # Hooks need a cluster to tell theirs.
+    hooks = {
+        name
+        for path in (ROOT / "planner/hooks").rglob("*.py")
+        for name in re.findall(r'"(rfork_[a-z_]+)"', path.read_text())
+    }
+    missing: list[str] = []
+    for expression in expressions():
+        for name, selector in SELECTOR.findall(expression):
+            if not name.startswith("rfork_planner_"):
+                if re.sub(r"_(total|bucket|sum|count)$", "", name) not in hooks:
+                    missing.append(name)
+                continue
+            if name not in known:
+                missing.append(name)
+                continue
+            for label, operator, value in MATCHER.findall(selector):
+                if label in ADDED or value.startswith("$"):
+                    continue
+                values = known[name].get(label, set())
+                wanted = value.split("|") if "~" in operator else [value]
+                missing += [f"{name}{{{label}={each}}}" for each in wanted if each not in values]
+    assert [] == missing

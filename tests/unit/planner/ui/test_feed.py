@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from planner.problems import ProblemError
+from planner.registry import Registry
+from planner.ui import feed as feeds
+from planner.ui.feed import Feed
+from planner.ui.reader import MOST_WAITING, Reader
+from planner.ui.rows import Row, changed
+from rfork.wire import ForkFinish, ForkProgress
+from tests.unit.planner.builders import FakeTime, ask, fault, make_registry, whole
+
+Told = list[tuple[str, dict[str, object]]]
+
+
+@pytest.fixture
+def time() -> FakeTime:
+    """Stands still unless moved."""
+    return FakeTime()
+
+
+@pytest.fixture
+def registry(time: FakeTime) -> Registry:
+    """Knows nobody."""
+    return make_registry(time, heartbeat_s=5, forget_s=1000, lease_ttl_s=1000)
+
+
+@pytest.fixture
+async def feed(registry: Registry) -> AsyncIterator[Feed]:
+    """Looks at the records whenever the event loop comes round."""
+    feed = Feed(registry, heartbeat_s=5, pace_s=0)
+    yield feed
+    feed.close()
+    for reader in list(feed._readers):
+        feed.leave(reader)
+
+
+async def told(reader: Reader, until: str) -> Told:
+    """What the reader is sent up to the first message in which this text stands."""
+    found: Told = []
+    async with asyncio.timeout(10):
+        while True:
+            message = (await reader.take(1)).decode()
+            if not message:
+                continue
+            event, data = message.rstrip("\n").split("\n")
+            found.append((event.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+            if until in message:
+                return found
+
+
+def ids(messages: Told, part: str) -> list[str]:
+    """The ids of the rows of one kind, in the order in which they were told."""
+    rows = [row for _, data in messages for row in data.get(part, [])]  # type: ignore[attr-defined]
+    return [row["id"] for row in rows]
+
+
+async def test_a_page_is_told_all_there_is_and_then_what_changes(registry: Registry, feed: Feed) -> None:
+    """Beginning, rows, `ready`; then the changed fields of a row, with its id alone."""
+    await registry.report(whole("s"))
+    await registry.ask(ask("a"))
+    reader = await feed.join()
+    beginning = await told(reader, "event: ready")
+    assert ("begin", "ready") == (beginning[0][0], beginning[-1][0])
+    assert (["s", "a"], ["fork-a"]) == (ids(beginning, "instances"), ids(beginning, "forks"))
+    progress = ForkProgress(verified=((0, 6),), bytes_read=6 << 20, bytes_per_s=1e6, sources={"s": 6 << 20})
+    await registry.progress("fork-a", progress)
+    [(_, change)] = await told(reader, "fork-a")
+    expected = {"id": "fork-a", "verified": 6, "read": 6 << 20, "rate": 1_000_000, "sources": {"s": 6 << 20}}
+    assert [expected] == change["forks"]
+    assert [{"id": "a", "verified": 6}] == change["instances"]
+
+
+async def test_what_is_no_more_is_told(registry: Registry, feed: Feed) -> None:
+    """An instance that is gone by its id; a field that is no more as None; what came is whole."""
+    await registry.report(whole("s"))
+    await registry.ask(ask("a"))
+    reader = await feed.join()
+    await told(reader, "event: ready")
+    await registry.finish("fork-a", ForkFinish(outcome="forked", seconds=2, bytes_read=12 << 20))
+    [(_, change)] = await told(reader, "outcome")
+    assert {"outcome": "forked", "seconds": 2.0} == {
+        name: value for name, value in change["forks"][0].items() if name in ("outcome", "seconds")  # type: ignore[index]
+    }  # fmt: skip
+    await registry.remove("s")
+    [(_, change)] = await told(reader, "gone")
+    assert ["s"] == change["gone"]
+
+
+async def test_time_alone_changes_rows_too(registry: Registry, feed: Feed, time: FakeTime) -> None:
+    """A quarantine that ends and heartbeats that stay away are told, though nobody reports anything."""
+    await registry.report(whole("s"))
+    await registry.ask(ask("a"))
+    await registry.ask(ask("a", faults=(fault("s", "ChunkMismatch"),)))
+    reader = await feed.join()
+    [row] = [
+        row
+        for _, data in await told(reader, "event: ready")
+        for row in data.get("instances", [])  # type: ignore[attr-defined]
+        if row["id"] == "s"
+    ]
+    assert "ChunkMismatch" == row["quarantine"]
+    time.now += 61
+    changes = await told(reader, '"silent":true')
+    assert {"id": "s", "quarantine": None, "quarantined_until": None, "silent": True} in [
+        row for _, data in changes for row in data.get("instances", [])  # type: ignore[attr-defined]
+    ]  # fmt: skip
+
+
+async def test_nobody_looks_and_nothing_runs(registry: Registry, feed: Feed) -> None:
+    """Before the first page and after the last one there is no task, no listener, and no row."""
+    await registry.report(whole("s"))
+    listeners = registry.state._listeners
+    assert (None, [], {}) == (feed._task, listeners, feed._instances)
+    reader = await feed.join()
+    assert (1, 1) == (len(listeners), len(feed._instances))
+    task = feed._task
+    feed.leave(reader)
+    assert task is not None
+    await asyncio.gather(task, return_exceptions=True)
+    assert (None, [], {}, {}) == (feed._task, registry.state._listeners, feed._instances, feed._forks)
+
+
+async def test_pages_are_bounded(feed: Feed) -> None:
+    """One more than may look is refused, with the time after which to come again."""
+    for _ in range(feeds.MOST_READERS):
+        await feed.join()
+    with pytest.raises(ProblemError) as refused:
+        await feed.join()
+    assert (503, "too-many-streams") == (refused.value.status, refused.value.slug)
+
+
+async def test_one_that_reads_slowly_begins_anew(registry: Registry, feed: Feed) -> None:
+    """What waits for it is bounded; when that is full, it is told all there is instead."""
+    await registry.report(whole("s"))
+    reader = await feed.join()
+    await told(reader, "event: ready")
+    for _ in range(MOST_WAITING + 1):
+        reader.put(b"event: change\ndata: {}\n\n")
+    assert reader.behind
+    await registry.report(whole("t"))
+    anew = await told(reader, "event: ready")
+    assert ("begin", ["s", "t"]) == (anew[0][0], ids(anew, "instances"))
+
+
+async def test_a_turn_makes_a_bounded_number_of_rows(
+    registry: Registry, feed: Feed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where more changed at once, the rest is told in the turns that follow, and nothing is lost."""
+    monkeypatch.setattr(feeds, "MOST_ROWS", 3)
+    reader = await feed.join()
+    await told(reader, "event: ready")
+    for index in range(10):
+        await registry.report(whole(f"s{index}"))
+    messages = await told(reader, '"id":"s9"')
+    assert (4, [f"s{index}" for index in range(10)]) == (
+        len([data for _, data in messages if "instances" in data]), ids(messages, "instances"),
+    )  # fmt: skip
+
+
+async def test_a_store_that_was_read_anew_is_told_anew(registry: Registry, feed: Feed) -> None:
+    """Every page begins again: what it was told may never have been."""
+    await registry.report(whole("s"))
+    reader = await feed.join()
+    await told(reader, "event: ready")
+    state = registry.state
+    record = state.instance("s")
+    assert record is not None
+    state.clear()
+    state.apply(instances=[replace(record, report=whole("t"))])
+    state.loaded()
+    anew = await told(reader, "event: ready")
+    assert ("begin", ["t"]) == (anew[0][0], ids(anew, "instances"))
+
+
+async def test_the_oldest_that_ended_are_dropped(
+    registry: Registry, feed: Feed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page keeps the last forks that ended, and is told which of them to forget."""
+    monkeypatch.setattr(feeds, "ENDED", 2)
+    reader = await feed.join()
+    await told(reader, "event: ready")
+    for name in "abc":
+        await registry.ask(ask(name))
+        await registry.finish(f"fork-{name}", ForkFinish(outcome="failed", seconds=1, bytes_read=0))
+    messages = await told(reader, "dropped")
+    assert ["fork-a"] == messages[-1][1]["dropped"]
+
+
+async def test_a_planner_that_stops_ends_its_streams(feed: Feed) -> None:
+    """Who waits is woken, and nobody may join any more."""
+    reader = await feed.join()
+    await told(reader, "event: ready")
+    feed.close()
+    assert b"" == await reader.take(60)
+    with pytest.raises(ProblemError, match="stops"):
+        await feed.join()
+
+
+def test_a_row_is_told_by_what_changed() -> None:
+    """New fields and other values, None for what is no more, nothing for what stayed."""
+    old: Row = {"id": "s", "verified": 3, "slow": True, "host": "h"}
+    assert old == changed(None, old)
+    assert {} == changed(old, {**old})
+    expected = {"id": "s", "verified": 4, "slow": None, "rate": 1}
+    assert expected == changed(old, {"id": "s", "verified": 4, "host": "h", "rate": 1})

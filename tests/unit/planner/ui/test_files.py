@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from fastapi.testclient import TestClient
+
+from planner.app import create_app
+from planner.ui.files import FOLDER
+from rfork.settings import PlannerSettings
+
+PAGE = FOLDER / "page"
+MODULES = sorted(path.name for path in PAGE.glob("*.js"))
+
+
+@pytest.fixture
+def client() -> TestClient:
+    """Asks a planner that wants a token, and shows none."""
+    return TestClient(create_app(PlannerSettings.model_validate({"token": "secret"})))
+
+
+def test_the_page_is_open_and_its_data_is_not(client: TestClient) -> None:
+    """Whoever has no token gets the files, which tell nothing of a fleet, and 401 for the feed."""
+    paths = ["/ui/", "/ui/page/main.js", "/ui/page/page.css", "/ui/vendor/d3.js", "/ui/feed", "/v1/instances"]
+    assert [200, 200, 200, 200, 401, 401] == [client.get(path).status_code for path in paths]
+
+
+@pytest.mark.parametrize(
+    "path", ["/ui/page/../rows.py", "/ui/page/%2e%2e/feed.py", "/ui/rows.py", "/ui/page/"]
+)
+def test_nothing_but_the_page_is_served(client: TestClient, path: str) -> None:
+    """No code of the planner, no folder."""
+    assert client.get(path).status_code in (401, 404)
+
+
+@pytest.mark.parametrize("path", ["/", "/ui"])
+def test_the_ways_to_the_page_hold_below_any_prefix(client: TestClient, path: str) -> None:
+    """The redirect is relative: an ingress may serve the planner under a path of its own."""
+    answer = client.get(path, follow_redirects=False)
+    assert (307, "ui/") == (answer.status_code, answer.headers["location"])
+
+
+@pytest.mark.parametrize("path", ["/ui/", "/ui/page/main.js", "/ui/vendor/d3.js"])
+def test_every_file_has_the_policy(client: TestClient, path: str) -> None:
+    """Scripts and styles of these files alone, no HTML made of texts, in nobody's frame."""
+    headers = client.get(path).headers
+    for rule in ("default-src 'none'", "script-src 'self'", "frame-ancestors 'none'", "trusted-types 'none'"):
+        assert rule in headers["content-security-policy"]
+    assert "unsafe" not in headers["content-security-policy"]
+    assert "nosniff" == headers["x-content-type-options"]
+
+
+def test_the_page_asks_no_other_host_and_holds_no_script() -> None:
+    """It works offline: no address of another host in any file of it, no script in the HTML."""
+    texts = {path.name: path.read_text() for path in PAGE.iterdir()}
+    hosts = {
+        name: re.findall(r"https?://(?!www\.w3\.org/2000/svg)[^\s\"']+", text) for name, text in texts.items()
+    }
+    assert {name: [] for name in texts} == hosts
+    assert [] == re.findall(r"<script(?![^>]*\bsrc=)|\son\w+=|style=", texts["index.html"])
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_put_texts_in_as_text(name: str) -> None:
+    """Nothing that makes markup or code of a text; each module fits a few screens."""
+    text = (PAGE / name).read_text()
+    unsafe = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc"
+    assert [] == re.findall(unsafe, text)
+    assert 260 > len(text.splitlines())
+
+
+def test_every_import_of_the_page_is_there() -> None:
+    """Each module imports from files that are served."""
+    missing = [
+        f"{name}: {target}"
+        for name in MODULES
+        for target in re.findall(r'from "([^"]+)"', (PAGE / name).read_text())
+        if not (PAGE / target).resolve().is_file()
+    ]
+    assert [] == missing

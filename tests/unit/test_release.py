@@ -1,0 +1,104 @@
+"""Releases: the version has one home, the workflows are sound, and the changelog can be read by them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+import yaml
+
+import rfork
+from deploy.release import notes
+from planner.store.keyspace import FORMAT
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+
+Workflow = dict[str, dict[str, dict[str, object]]]
+
+
+def workflow(path: Path) -> Workflow:
+    """A workflow's document."""
+    return cast(Workflow, yaml.safe_load(path.read_text()))
+
+
+def steps() -> Iterator[tuple[str, str]]:
+    """Every action that a workflow uses, and the comment behind it."""
+    for path in WORKFLOWS:
+        yield from re.findall(r"uses: (\S+)(?: # (\S+))?", path.read_text())
+
+
+def test_the_version_has_one_home() -> None:
+    """`rfork.__version__`: the metadata is made of it, and what names it beside follows."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in project["project"]
+    assert {"attr": "rfork.__version__"} == project["tool"]["setuptools"]["dynamic"]["version"]
+    chart = yaml.safe_load((ROOT / "deploy" / "helm" / "rfork" / "Chart.yaml").read_text())
+    image = re.search(
+        r"^ARG VERSION=(\S+)$", (ROOT / "deploy" / "docker" / "Dockerfile").read_text(), re.MULTILINE
+    )
+    assert image is not None
+    assert [rfork.__version__] * 3 == [chart["version"], chart["appVersion"], image[1]]
+
+
+def test_the_changelog_has_this_version() -> None:
+    """Its section names the format in Redis, which upgrades have to heed; what there is not has none."""
+    told = notes.notes(CHANGELOG, rfork.__version__)
+    assert f"In Redis: {FORMAT}." in told
+    assert "## [" not in told
+    with pytest.raises(KeyError):
+        notes.notes(CHANGELOG, "0.0.0")
+
+
+def test_workflows_fit_their_schema() -> None:
+    """As GitHub publishes it."""
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    done = subprocess.run([*command, *map(str, WORKFLOWS)], capture_output=True, text=True, check=False)
+    assert (0, "") == (done.returncode, done.stderr), done.stdout
+
+
+def test_actions_are_pinned() -> None:
+    """By the whole id of a commit, with the version that it is of beside it; one for each action."""
+    used = list(steps())
+    assert [] == [action for action, _ in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action)]
+    assert [] == [action for action, comment in used if not re.fullmatch(r"v\d+\.\d+\.\d+", comment)]
+    assert len({action for action, _ in used}) == len({action.partition("@")[0] for action, _ in used})
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_rights_are_few(path: Path) -> None:
+    """Nothing may be written but by the jobs that say so, checkouts keep no credentials, and jobs end."""
+    document = workflow(path)
+    assert dict(document["permissions"]).items() <= {"contents": "read"}.items()
+    for name, job in document["jobs"].items():
+        assert "timeout-minutes" in job, name
+        for step in cast(list[dict[str, dict[str, object]]], job["steps"]):
+            if "actions/checkout@" in str(step.get("uses")):
+                assert False is step["with"]["persist-credentials"], name
+    text = path.read_text()
+    assert [] == re.findall(r"run: .*\$\{\{", text)  # what others choose goes through the environment
+
+
+def test_publishing_waits_for_the_checks() -> None:
+    """build, attest, pypi, github: each takes what the one before it has let through."""
+    jobs = workflow(ROOT / ".github" / "workflows" / "release.yml")["jobs"]
+    assert [None, "build", "attest", "pypi"] == [
+        jobs[name].get("needs") for name in ("build", "attest", "pypi", "github")
+    ]
+    assert {"id-token": "write"} == jobs["pypi"]["permissions"]
+
+
+def test_ci_runs_what_people_run() -> None:
+    """The workflow runs `.ci/run`, and targets of the Makefile that there are."""
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    assert "run: .ci/run" in text
+    for target in re.findall(r"run: make (\S+)", text):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

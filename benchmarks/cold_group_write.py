@@ -1,6 +1,7 @@
 """Writes the weights of `benchmarks.cold_group` to storage, as a snapshot and as a checkpoint.
 
-``python -m benchmarks.cold_group_write BYTES SNAPSHOT_URI CHECKPOINT_URI`` prints the SHA-256 of the image.
+That benchmark starts it: ``python -m benchmarks.cold_group_write BYTES SNAPSHOT_URI CHECKPOINT_URI`` prints
+the SHA-256 of the image.
 """
 
 from __future__ import annotations

@@ -37,6 +37,10 @@ class Answering:
             other_layout=self._route(fork.fork_id, other) if other is not None else None,
         )
 
+    def standing(self, fork: ForkRecord) -> Plan:
+        """The plan that a fork under way has already, with new leases."""
+        return self.plan(fork, Decision(fork.weights_id, (), fork.reason, fork.draft), forgotten=False)
+
     def renewed(self, fork: ForkRecord) -> ProgressAck:
         """New leases for the routes of a fork, and whether a better plan could be had."""
         leases: dict[str, Lease] = {}

@@ -8,12 +8,12 @@ from planner.blame import Verdict, judge
 from planner.metrics import Metrics
 from planner.problems import ProblemError, check_ranges, invalid
 from planner.store.base import Change, Store
-from planner.store.records import ForkRecord, GroupKey, InstanceRecord
+from planner.store.records import ForkRecord, GroupKey, InstanceRecord, Read
 from rfork.fields import Outcome
 from rfork.logs import logger
 from rfork.settings import PlannerSettings
 from rfork.tracing import TraceContext
-from rfork.wire import ForkFinish, ForkRequest, InstanceReport
+from rfork.wire import ForkFinish, ForkRequest, InstanceReport, StorageRead
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Asking:
         if before is not None and before.fork_id != request.fork_id:
             why = f"its instance began fork {request.fork_id}"
             finish = finish_of(before, "interrupted", why, now)
-            self._metrics.ended(finish)
+            self._metrics.lost()
             ended = (replace(before, lost=True, finish=finish),)
         for record in verdict.marked:
             if now < record.quarantined_until:
@@ -125,12 +125,34 @@ class Asking:
         return target if target.asked or begun else replace(target, asked=True)
 
     def still(self, asked: Asked) -> Asked | None:
-        """The request on top of what is known of its instance now; None where that was removed meanwhile."""
-        report = asked.request.instance
-        if asked.known and self._store.state.instance(report.instance_id) is None:
+        """The request on top of what is known of its instance and its fork now.
+
+        None where the instance was removed meanwhile, or the fork ended.
+        """
+        report, state = asked.request.instance, self._store.state
+        if asked.known and state.instance(report.instance_id) is None:
+            return None
+        old = state.fork(asked.fork_id) or asked.old
+        if old is not None and not old.live and not old.lost:
             return None
         target = self._target(asked.request)
-        return replace(asked, target=target if asked.old else replace(target, slow_since=None))
+        return replace(asked, old=old, target=target if old else replace(target, slow_since=None))
+
+    def planned_meanwhile(self, asked: Asked) -> ForkRecord | None:
+        """The fork, where another replica planned it while the request waited here: its target may follow
+        that plan by now. None where there is nothing to read in it, or only what the request complains of.
+        """
+        fork, old = self._store.state.fork(asked.fork_id), asked.old
+        if fork is None or not fork.live or not (fork.reads or fork.storage):
+            return None
+        if old is not None and old.live and _plan_of(old) == _plan_of(fork):
+            return None
+        blamed = {fault.instance_id for fault in asked.request.faults}
+        return None if blamed.intersection(read.source_id for read in fork.reads) else fork
+
+
+def _plan_of(fork: ForkRecord) -> tuple[float, tuple[Read, ...], tuple[StorageRead, ...]]:
+    return fork.planned_at, fork.reads, fork.storage
 
 
 def finish_of(fork: ForkRecord, outcome: Outcome, reason: str, now: float) -> ForkFinish:
@@ -141,5 +163,8 @@ def finish_of(fork: ForkRecord, outcome: Outcome, reason: str, now: float) -> Fo
         seconds=max(0.0, now - fork.asked_at),
         bytes_read=progress.bytes_read if progress else 0,
         sources=progress.sources if progress else {},
+        transports=progress.transports if progress else {},
+        phases=progress.phases if progress else {},
+        link_bytes_per_s=progress.link_bytes_per_s if progress else None,
         reasons=(reason,),
     )

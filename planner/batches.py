@@ -71,6 +71,8 @@ class Batches:
         self._plan = plan
         self._monotonic = monotonic
         self._open: dict[GroupKey, _Batch] = {}
+        self._closed: set[_Batch] = set()
+        """Of which the plans are being made."""
         self._rushes: dict[GroupKey, _Rush] = {}
         self._gathering = gathering
         self._gathered: dict[GroupKey, _Batch] = {}
@@ -93,8 +95,15 @@ class Batches:
         # Shielded: a caller that hangs up must not end the others' plan.
         return _own(asked, await asyncio.shield(batch.task))
 
-    def leave(self, fork_id: str) -> None:
-        """Plan nothing for a fork that ended while it waited: others would stand behind it in vain."""
+    async def leave(self, fork_id: str) -> None:
+        """Plan nothing for a fork that ended while it waited: others would stand behind it in vain.
+
+        If it is being planned at this moment, come back when it is.
+        """
+        closed = next((batch for batch in self._closed if fork_id in batch.closed), None)
+        if closed is not None:
+            await asyncio.wait([closed.task])
+            return
         for batch in (*self._open.values(), *self._gathered.values()):
             for instance_id, asked in batch.asked.items():
                 if asked.fork_id == fork_id:
@@ -128,7 +137,7 @@ class Batches:
         asked = list(batch.asked.values())
         if len(asked) == 1 and (rush := self._rushes.get(group)) is not None:
             rush.alone_at = self._monotonic()
-        return await self._plans(asked)
+        return await self._plans(batch, asked)
 
     # -- those of a scale-up ------------------------------------------------------------------------
 
@@ -190,14 +199,22 @@ class Batches:
             "scale-up gathered", model=group[0], rank=group[1], together=len(asked), missing=missing,
             waited_s=round(clock() - began_at, 3),
         )  # fmt: skip
-        return await self._plans(asked)
+        return await self._plans(batch, asked)
 
     # -- plans --------------------------------------------------------------------------------------
 
-    async def _plans(self, asked: Sequence[Asked]) -> Plans:
+    async def _plans(self, batch: _Batch, asked: Sequence[Asked]) -> Plans:
         """The plans of a batch that is closed."""
         if not asked:
             return {}
+        batch.closed = frozenset(each.fork_id for each in asked)
+        self._closed.add(batch)
+        try:
+            return await self._planned(asked)
+        finally:
+            self._closed.discard(batch)
+
+    async def _planned(self, asked: Sequence[Asked]) -> Plans:
         try:
             return dict(await self._plan(asked))
         except (ProblemError, StoreUnavailable):
@@ -220,13 +237,15 @@ def _own(asked: Asked, plans: Mapping[str, Plan | Exception]) -> Plan:
         return plan
     if plan is not None:
         raise plan
-    why = f"the instance of fork {asked.fork_id} was removed, or began another one"
+    why = f"fork {asked.fork_id} ended, or its instance was removed or began another one"
     raise ProblemError(409, "fork-conflict", why)
 
 
 class _Batch:
     def __init__(self) -> None:
         self.asked: dict[str, Asked] = {}
+        self.closed: frozenset[str] = frozenset()
+        """Ids of the forks whose plans are being made."""
         self.task: asyncio.Task[Plans]
         self.whole = asyncio.Event()
         """Of a scale-up's: nobody is waited for any more."""

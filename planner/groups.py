@@ -127,18 +127,19 @@ class LiveGroup:
             self.shares.pop(target_id, None)
             self._elected.pop(target_id, None)
             self._refresh(target_id)
-            if fork.finish is not None:
-                self._learn(fork, fork.finish)
+            self.learn(fork)
 
-    def _learn(self, fork: ForkRecord, finish: ForkFinish) -> None:
-        """What the end of a fork tells about those to come."""
-        self.count(fork, finish)
+    def learn(self, fork: ForkRecord) -> None:
+        """What the end of a fork tells about those to come; nothing where it was given up."""
+        if fork.finish is None or fork.lost:
+            return
+        self.count(fork, fork.finish)
         ran_loader = any(read.kind == "loader" for read in fork.storage)
-        if ran_loader and not fork.lost and finish.outcome != "forked":
+        if ran_loader and fork.finish.outcome != "forked":
             self.alone = True
 
     def count(self, fork: ForkRecord, finish: ForkFinish) -> None:
-        """A fork ended: what it read counts, and how long it took."""
+        """A fork ended by itself: what it read counts, and how long it took."""
         self.durations.learn(fork, finish)
         for name, nbytes in finish.sources.items():
             if source_kind(name) == "peer":

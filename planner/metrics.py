@@ -59,7 +59,9 @@ class Metrics:
         self._orphaned = self._gauge(
             "orphaned_groups", "Ranks of models with instances, but no seed any more, though there was one"
         )
-        self._forks = self._counter("forks", "Forks that ended", "outcome")
+        self._forks = self._counter(
+            "forks", "Forks that ended; lost: given up, and counted again if they end after all", "outcome"
+        )
         self._fallbacks = self._counter(
             "fallbacks", "Forks that loaded otherwise: what, and the last error before", "fallback", "reason"
         )
@@ -145,6 +147,10 @@ class Metrics:
         """A source went into quarantine."""
         self._quarantines.inc()
 
+    def lost(self) -> None:
+        """A fork was given up: its target is silent, removed, or began another. It may yet end otherwise."""
+        self._forks.labels("lost").inc()
+
     def ended(self, finish: ForkFinish, saved_s: float | None = None) -> None:
         """A fork ended; `saved_s`: it took so much less than storage would have, if that is known."""
         self._forks.labels(finish.outcome).inc()
@@ -205,6 +211,7 @@ class Metrics:
 
     def _show_zeros(self) -> None:
         """What has not happened yet is 0 rather than missing, so that the first time shows as a rise."""
+        self._forks.labels("lost")
         for outcome in get_args(Outcome):
             self._forks.labels(outcome)
             for origin in get_args(Origin):

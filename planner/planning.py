@@ -38,17 +38,23 @@ class Planning:
         self._log = logger("planner.planning")
 
     async def plan(self, batch: Sequence[Asked]) -> dict[str, Plan]:
-        """Plan requests of one group together; by fork_id, less those whose instance was removed meanwhile.
+        """Plan requests of one group together; by fork_id, less those whose instance was removed, or whose
+        fork ended, meanwhile.
 
-        Raises ProblemError where other replicas always win.
+        One that another replica planned meanwhile has that plan. Raises ProblemError where other replicas
+        always win.
         """
-        key = batch[0].group
+        key, plans = batch[0].group, dict[str, Plan]()
         for _ in range(ATTEMPTS):
             now = self._store.now()
             version = self._store.version(key)
-            batch = [still for asked in batch if (still := self._asking.still(asked)) is not None]
+            for asked in batch:
+                if (fork := self._asking.planned_meanwhile(asked)) is not None:
+                    plans[fork.fork_id] = self._answering.standing(fork)
+            waiting = [asked for asked in batch if asked.fork_id not in plans]
+            batch = [still for asked in waiting if (still := self._asking.still(asked)) is not None]
             if not batch:
-                return {}
+                return plans
             with self._metrics.plan_seconds.time():
                 demands = [self._demand(asked, now) for asked in batch]
                 group = self._store.state.group(key).view(demands, self._store.state.other_ranks(key))
@@ -78,7 +84,7 @@ class Planning:
                     rank=fork.rank.key, again=asked.old is not None, together=len(batch),
                     sources=[read.source_id for read in fork.reads], reason=fork.reason,
                 )  # fmt: skip
-            return {
+            return plans | {
                 fork.fork_id: self._answering.plan(
                     fork, decisions[fork.fork_id], forgotten=self._forgotten(asked, now)
                 )

@@ -220,7 +220,8 @@ class Registry:
         """End a fork; one that is not known, or has ended, holds no lease to release."""
         fork = self.state.fork(fork_id)
         if fork is None:
-            self._batches.leave(fork_id)
+            await self._batches.leave(fork_id)
+            fork = self.state.fork(fork_id)
         if fork is None or not (fork.live or fork.lost):
             return
         instances: tuple[InstanceRecord, ...] = ()
@@ -300,7 +301,10 @@ class Registry:
         return self._ended(replace(fork, lost=True), finish_of(fork, outcome, reason, self.now()))
 
     def _ended(self, fork: ForkRecord, finish: ForkFinish) -> ForkRecord:
-        self._metrics.ended(finish, self.state.group(fork.group).durations.saved(fork, finish))
+        if fork.lost:
+            self._metrics.lost()
+        else:
+            self._metrics.ended(finish, self.state.group(fork.group).durations.saved(fork, finish))
         self._log.info(
             "fork ended", fork_id=fork.fork_id, instance_id=fork.instance_id, outcome=finish.outcome,
             seconds=finish.seconds, bytes_read=finish.bytes_read, sources=finish.sources,

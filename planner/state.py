@@ -94,7 +94,8 @@ class State:
         """All that the store holds was put, after `clear`."""
         for fork in map(self._forks.__getitem__, self._ended):
             # They were put before there was any group.
-            if fork.finish is not None and (group := self._groups.get(fork.group)) is not None:
+            group = self._groups.get(fork.group)
+            if group is not None and fork.finish is not None and not fork.lost:
                 group.count(fork, fork.finish)
         for watcher in self._watchers:
             watcher.loaded()
@@ -278,6 +279,8 @@ class State:
         if group is not None:
             if not record.live:
                 group.leave(record)
+                if old is not None and old.lost and not record.lost:
+                    group.learn(record)  # it left when it was given up
             elif old is None or not old.live or _plan_of(old) != _plan_of(record):
                 group.follow(record)
         for listener in list(self._listeners):

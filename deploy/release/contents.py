@@ -25,6 +25,9 @@ ENTRY_POINTS: Final = {
     "sglang.srt.plugins": {"rfork": "rfork.engines.sglang.plugin:register"},
 }
 UNWANTED: Final = ("tests", "benchmarks", "deploy", "docs", "__pycache__", "node_modules")
+LICENCE: Final = "Apache-2.0 AND ISC"
+"""ISC is that of the page's d3.js."""
+LICENSES: Final = ("LICENSE", "planner/ui/vendor/LICENSE")
 
 
 class WrongContents(Exception):
@@ -36,7 +39,8 @@ def check_wheel(wheel: Path, root: Path, version: str) -> str:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         info = f"rfork-{version}.dist-info"
-        wanted = {*NEEDED, *assets(root), *modules(root), f"{info}/METADATA", f"{info}/licenses/LICENSE"}
+        wanted = {*NEEDED, *assets(root), *modules(root), f"{info}/METADATA"}
+        wanted |= {f"{info}/licenses/{path}" for path in LICENSES}
         if missing := sorted(wanted - names):
             raise WrongContents(f"{wheel.name} lacks {missing[0]} ({len(missing)} such)")
         tops = {name.partition("/")[0] for name in names}
@@ -50,7 +54,7 @@ def check_wheel(wheel: Path, root: Path, version: str) -> str:
             raise WrongContents(f"{wheel.name} declares {declared}")
         metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
     told = (metadata["Name"], metadata["Version"], metadata["License-Expression"])
-    if told != ("rfork", version, "Apache-2.0"):
+    if told != ("rfork", version, LICENCE):
         raise WrongContents(f"{wheel.name} says that it is {told}")
     return f"{len(names)} files, {len(modules(root))} modules, {len(assets(root))} files of the page"
 

@@ -16,7 +16,10 @@ from rfork.wire import Preview, PreviewPage, PreviewRequest
 
 MOST: Final = 8192
 """Targets of all ranks that one call asks about."""
+MOST_WAITING: Final = 4
+"""Calls that wait for another one to be answered."""
 
+FULL = Told(503, "too-many-previews", f"{MOST_WAITING} callers wait for previews already")
 UNKNOWN = Told(404, "unknown-model", "no instance of llama is known")
 
 
@@ -25,11 +28,12 @@ def previews_router(registry: Registry) -> APIRouter:
     router = APIRouter(prefix="/v1/previews", tags=["previews"], responses=problems(*ALWAYS))
     # One at a time: Python has its thread and the event loop's take turns.
     turn = asyncio.Lock()
+    room = asyncio.Semaphore(1 + MOST_WAITING)
 
     @router.post(
         "",
         summary="Preview replicas that would come",
-        responses=answer(examples.PREVIEWS) | problems(*WITH_BODY, UNKNOWN),
+        responses=answer(examples.PREVIEWS) | problems(*WITH_BODY, UNKNOWN, FULL),
     )
     async def ask(
         request: Annotated[PreviewRequest, Body(openapi_examples=named({"three": examples.PREVIEW_REQUEST}))],
@@ -56,12 +60,15 @@ def previews_router(registry: Registry) -> APIRouter:
             raise invalid(
                 "targets", f"{request.targets} of {len(groups)} ranks are more than {MOST}: name one rank_key"
             )
+        if room.locked():
+            raise ProblemError(FULL.status, FULL.slug, FULL.detail, headers={"Retry-After": "2"})
         items: list[Preview] = []
-        for group in groups:
-            async with turn:
-                one = known(state, group, request, registry.now() if items else now)
-                if one is not None:
-                    items.append(await asyncio.to_thread(preview, one))
+        async with room:
+            for group in groups:
+                async with turn:
+                    one = known(state, group, request, registry.now() if items else now)
+                    if one is not None:
+                        items.append(await asyncio.to_thread(preview, one))
         return PreviewPage(items=tuple(items))
 
     return router

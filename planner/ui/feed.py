@@ -83,7 +83,7 @@ class Feed:
     async def join(self) -> Reader:
         """A page that looks from now on, until `leave` or `close`.
 
-        ProblemError `too-many-streams` (503) where as many look as may.
+        ProblemError `too-many-streams` (503) where as many look as may, `not-ready` (503) where it fails.
         """
         if self._closed:
             raise ProblemError(503, "not-ready", "the planner stops", headers={"Retry-After": "2"})
@@ -97,6 +97,9 @@ class Feed:
             self._task = asyncio.create_task(self._run(), name="rfork-page-feed")
         try:
             await self._filled.wait()
+            if reader.closed:
+                why = "the planner stops, or cannot show its fleet: its log says why"
+                raise ProblemError(503, "not-ready", why, headers={"Retry-After": "2"})
         except BaseException:
             self.leave(reader)
             raise
@@ -153,6 +156,7 @@ class Feed:
             logger("planner.ui").exception("the page's feed failed")
             for reader in self._readers:
                 reader.close()
+            self._filled.set()  # whoever waits to begin is closed, too
         finally:
             silence()
 
@@ -220,22 +224,26 @@ class Feed:
         return gone
 
     def _changed_forks(self) -> tuple[list[Row], list[str]]:
-        """Rows, and the ids of the oldest that ended, which are told no more."""
+        """Rows, and the ids of those that ended and are told no more: the oldest, and the forgotten."""
         found: list[Row] = []
+        dropped: list[str] = []
         for fork_id in list(islice(self._touched, MOST_ROWS)):
             del self._touched[fork_id]
             record = self._registry.state.fork(fork_id)
-            if record is None:
+            if record is None:  # it ended and was forgotten since it was told
+                if self._forks.pop(fork_id, None) is not None:
+                    self._ended.pop(fork_id, None)
+                    dropped.append(fork_id)
                 continue
             row = fork_row(record)
             if fields := changed(self._forks.get(fork_id), row):
                 found.append(fields)
             self._forks[fork_id] = row
             self._end(record)
-        dropped = [*islice(self._ended, max(0, len(self._ended) - ENDED))]
-        for fork_id in dropped:
+        oldest = [*islice(self._ended, max(0, len(self._ended) - ENDED))]
+        for fork_id in oldest:
             del self._ended[fork_id], self._forks[fork_id]
-        return found, dropped
+        return found, dropped + oldest
 
     def _end(self, record: ForkRecord) -> None:
         if record.live:

@@ -21,7 +21,7 @@ from rfork.cli import (
     snapshot,
     status,
 )
-from rfork.cli.console import forgiving_streams, out, print_json
+from rfork.cli.console import forgiving_streams, out, print_json, reported
 from rfork.cli.demo import command as demo
 from rfork.cli.explain import command as explain
 from rfork.cli.options import JsonOption
@@ -59,10 +59,11 @@ app.command("demo", short_help="Fork a real model on this machine, and prove it.
 @app.command("version")
 def version(as_json: JsonOption = False) -> None:
     """Print the version."""
-    if as_json:
-        print_json({"version": __version__})
-    else:
-        out.print(__version__)
+    with reported(as_json=as_json):
+        if as_json:
+            print_json({"version": __version__})
+        else:
+            out.print(__version__)
 
 
 def main() -> None:

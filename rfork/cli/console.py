@@ -28,8 +28,27 @@ WIDEST: Final = 4000
 
 LogSettings = Settings | PlannerSettings
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+class Output(Console):
+    """A console of ours. Rich's own ends the process with 1 as soon as nobody reads its output any more."""
+
+    def on_broken_pipe(self) -> None:
+        """On stderr: say nothing more, and go on. On stdout: raise BrokenPipeError; see `reported`."""
+        self.quiet = True
+        if not self.stderr:
+            raise BrokenPipeError
+        _forget(sys.stderr)
+
+
+def _forget(stream: TextIO) -> None:
+    """Nobody reads it: what is still in its buffer would fail once more when Python ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+out = Output(highlight=False, soft_wrap=True)
+err = Output(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_json(value: object) -> None:
@@ -90,8 +109,7 @@ def reported(*, as_json: bool = False) -> Iterator[None]:
         err.print("interrupted")
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
-        # What is still in the buffer would fail once more when Python ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget(sys.stdout)
         raise typer.Exit(0) from None
     except (typer.Exit, typer.Abort):
         raise
@@ -105,7 +123,7 @@ def _tell_bug(error: Exception, *, as_json: bool) -> None:
     message = f"rfork failed where it should not: {said}"
     hint = "set RFORK_LOG_LEVEL=debug to see where, and report it"
     if as_json:
-        print_json({"error": type(error).__name__, "fault": "user", "message": message, "hint": hint})
+        print_json({"error": type(error).__name__, "fault": "rfork", "message": message, "hint": hint})
     err.print(f"[bold red]error:[/] {escaped(message)}")
     if _debugging():
         err.print("".join(traceback.format_exception(error)), markup=False)
@@ -132,7 +150,7 @@ def show(what: ConsoleRenderable) -> None:
         out.print(what, soft_wrap=False)
         return
     needed = Measurement.get(out, out.options.update(max_width=WIDEST), what).maximum
-    console = Console(file=cast(TextIO, out.file), width=max(1, needed), highlight=False, no_color=True)
+    console = Output(file=cast(TextIO, out.file), width=max(1, needed), highlight=False, no_color=True)
     console.print(what)
 
 

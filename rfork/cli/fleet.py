@@ -139,7 +139,11 @@ def trouble_of(view: InstanceView) -> str:
         return f"silent for {view.age_s:.0f} s"
     if view.report.state == "draining":
         readers = len(view.report.readers)
-        return f"draining, {readers} readers left" if readers else "draining, nobody reads from it"
+        return (
+            f"draining, {units.plural(readers, 'reader')} left"
+            if readers
+            else "draining, nobody reads from it"
+        )
     return ""
 
 

@@ -34,8 +34,10 @@ log = logger(__name__)
 COMPARE_S = 1.0
 """Most seconds for a word on why no seed fits, while those that wait for this instance's storage wait."""
 AWAY_S: Final = 2.0
-"""How long a planner may be away before the first plan, or `Settings.patience_s` if that is less. So much it
-costs where there is none any more, before the fallback begins."""
+"""How long a planner may be away before the first plan, or `Settings.patience_s` if that is less. Where there
+is none any more it costs so much before the fallback begins, and what the call lasts that is under way then:
+nothing where connections are refused, up to `Settings.planner_timeout_s` where nothing answers at all. One
+that connects and is silent costs two such timeouts."""
 PAUSE_S: Final = 0.2
 AWAY: Final = (
     httpx.codes.TOO_MANY_REQUESTS,
@@ -109,6 +111,7 @@ class Asking:
         away_since: float | None = None
         silences, patience_s = 0, min(AWAY_S, self._settings.patience_s)
         while True:
+            asked_at = time.monotonic()
             try:
                 return self._planner.ask(request)
             except (PlannerUnreachable, PlannerRefused) as error:
@@ -119,7 +122,7 @@ class Asking:
                     silences += 1
                     hopeless, pause_s = silences > 1 or not patience_s, 0.0
                 else:
-                    away_since = now if away_since is None else away_since
+                    away_since = asked_at if away_since is None else away_since
                     hopeless, pause_s = now - away_since >= patience_s, PAUSE_S
                 if hopeless:
                     raise

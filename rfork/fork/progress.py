@@ -28,18 +28,20 @@ log = logger(__name__)
 PROGRESS_S = 1.0
 LOOK_S = PROGRESS_S / 4
 WINDOW_S = 1.0
-"""The best rate is that of a window about so long: shorter ones see a chunk that landed, not a link."""
+"""Rates are those of windows about so long: shorter ones see a chunk that landed, not a link."""
 
 OnProgress = Callable[[ForkProgress, int], None]
 """Told the progress about four times a second, and the image's size in bytes."""
 
 
 class Meter:
-    """The best rate, in bytes a second, over any window of about `window_s`."""
+    """The rate now and the best rate, in bytes a second, over windows of about `window_s`."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self.best: float | None = None
         """None until a window has passed."""
+        self.last = 0.0
+        """Over the last window; until one has passed, the mean so far."""
         self._window_s = window_s
         self._points: deque[tuple[float, int]] = deque()
 
@@ -49,8 +51,10 @@ class Meter:
         while len(self._points) > 2 and now - self._points[1][0] >= self._window_s:
             self._points.popleft()
         began, before = self._points[0]
+        if now > began:
+            self.last = max(0.0, (total - before) / (now - began))
         if now - began >= self._window_s:
-            self.best = max(self.best or 0.0, (total - before) / (now - began))
+            self.best = max(self.best or 0.0, self.last)
 
     def efficiency(self, nbytes: int, seconds: float) -> float | None:
         """The rate of `nbytes` in `seconds` against the best one; None where that is not known."""
@@ -96,17 +100,18 @@ class Reporter:
             self._run()
 
     def _run(self) -> None:
-        began = told_at = time.monotonic()
-        self.meter.add(began, 0)
+        told_at = time.monotonic()
+        self.meter.add(told_at, 0)
         while True:
             last = self._done.wait(LOOK_S)
             now = time.monotonic()
-            self.meter.add(now, self._puller.bytes_read)
+            bytes_read = self._puller.bytes_read
+            self.meter.add(now, bytes_read)
             shares = self._puller.shares
             progress = ForkProgress(
                 verified=self._board.verified,
-                bytes_read=self._puller.bytes_read,
-                bytes_per_s=self._puller.bytes_read / max(now - began, 1e-9),
+                bytes_read=bytes_read,
+                bytes_per_s=self.meter.last,
                 sources={share.source_id: share.verified_bytes for share in shares},
                 link_bytes_per_s=self.meter.best,
                 transports=transports_of(shares),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -23,12 +22,14 @@ KINDS: Final[tuple[type[BaseSettings], ...]] = (
     ArtifactSettings, HookSettings, PlannerSettings, Settings, SidecarSettings, StorageSettings, TlsSettings,
     TracingSettings,
 )  # fmt: skip
-ALIKE: Final = 0.8
-"""How much of two names must agree, from 0 to 1, for one to be a slip of the other."""
+PREFIX: Final = "RFORK_"
+LETTERS_A_SLIP: Final = 5
+"""One letter in so many may be off for a name to be a slip of another: short words have many neighbours."""
+MOST_SLIPS: Final = 2
 OTHERS: Final = frozenset({"RFORK_POD_NAME", "RFORK_POD_NAMESPACE"})
 """Of manifests, which make others of them."""
-_service: Final = re.compile(r"RFORK_.*_(SERVICE_(HOST|PORT.*)|PORT(_\d+_(TCP|UDP).*)?)")
-"""What Kubernetes sets for each Service of a namespace."""
+_service: Final = re.compile(r"RFORK_(.*_)?(SERVICE_(HOST|PORT(_.*)?)|PORT(_\d+_(TCP|UDP|SCTP)(_.*)?)?)")
+"""What Kubernetes sets for each Service of a namespace, also for one named ``rfork``."""
 
 
 def misspelt(environment: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -36,14 +37,41 @@ def misspelt(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     known = set(variables())
     found: dict[str, str] = {}
     for name in sorted(os.environ if environment is None else environment):
-        if not name.startswith("RFORK_") or name in known | OTHERS or _service.fullmatch(name):
+        if not name.startswith(PREFIX) or name in known | OTHERS or _service.fullmatch(name):
             continue
-        longer = [each for each in known if each.startswith(name)]
-        if len(longer) == 1:
-            found[name] = longer[0]
-        elif meant := difflib.get_close_matches(name, sorted(known), 1, ALIKE):
-            found[name] = meant[0]
+        likely = [each for each in sorted(known) if _cut_short(name, each)]
+        if len(likely) != 1:
+            near = ((_slips(name, each), each) for each in known if _slip(name, each))
+            likely = [each for _, each in sorted(near)]
+        if likely:
+            found[name] = likely[0]
     return found
+
+
+def _cut_short(name: str, meant: str) -> bool:
+    """Whether a name is the first half, or more, of another: ``TLS_CERT`` of ``TLS_CERTIFICATE``."""
+    return meant.startswith(name) and 2 * (len(name) - len(PREFIX)) > len(meant) - len(PREFIX)
+
+
+def _slip(name: str, meant: str) -> bool:
+    """Whether so few letters are off, as long as the name is, that it is most likely that one."""
+    slips = _slips(name, meant)
+    if sorted(name) == sorted(meant):
+        return slips <= MOST_SLIPS
+    return slips <= min(MOST_SLIPS, (len(meant) - len(PREFIX)) // LETTERS_A_SLIP)
+
+
+def _slips(name: str, meant: str) -> int:
+    """Letters left out, put in, changed, or swapped with the next: the edit distance of two names."""
+    before, row = [0] * (len(meant) + 1), list(range(len(meant) + 1))
+    for at, letter in enumerate(name):
+        earlier, before, row = before, row, [at + 1]
+        for to, other in enumerate(meant):
+            slips = min(before[to] + (letter != other), before[to + 1] + 1, row[to] + 1)
+            if at and to and letter == meant[to - 1] and name[at - 1] == other:
+                slips = min(slips, earlier[to - 1] + 1)
+            row.append(slips)
+    return row[-1]
 
 
 def variables() -> Iterator[str]:

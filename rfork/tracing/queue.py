@@ -7,7 +7,9 @@ they dropped.
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -42,6 +44,13 @@ class Queue(SpanProcessor):
         self._closing = self._counted = False
         self._dropped = 0
         self._thread: threading.Thread | None = None
+        own = weakref.ref(self)
+
+        def begin_anew() -> None:
+            if (queue := own()) is not None:
+                queue._begin_anew()
+
+        os.register_at_fork(after_in_child=begin_anew)
 
     @property
     def dropped(self) -> int:
@@ -85,8 +94,15 @@ class Queue(SpanProcessor):
         with self._changed:
             return self._changed.wait_for(lambda: not (self._waiting or self._sending), timeout_millis / 1000)
 
+    def _begin_anew(self) -> None:
+        """In the child of an `os.fork`, which has no thread, and where the lock may be held for ever."""
+        self._changed = threading.Condition()
+        self._waiting.clear()  # the parent sends them
+        self._sending = self._dropped = 0
+        self._thread = None
+
     def _runs(self) -> bool:
-        """Whether there is a thread: made with the first span, as one that exists is lost to an `os.fork`."""
+        """Whether there is a thread: made with the first span."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="rfork-spans", daemon=True)
             try:

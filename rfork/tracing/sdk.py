@@ -9,7 +9,8 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 from urllib.parse import urlsplit
@@ -17,11 +18,13 @@ from urllib.parse import urlsplit
 import requests
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http import Compression
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from requests.adapters import HTTPAdapter
 
 import rfork
 from rfork.errors import SettingsError
@@ -36,6 +39,10 @@ SEND_S: Final = 10.0
 MOST_TEXT: Final = 4096
 """Characters of one attribute."""
 KINDS: Final = {"internal": SpanKind.INTERNAL, "client": SpanKind.CLIENT, "server": SpanKind.SERVER}
+PLAIN: Final = frozenset(
+    ("accept", "accept-encoding", "connection", "content-length", "content-type", "host", "user-agent")
+)
+"""Headers that each request to the collector carries, besides those that the settings name."""
 STANDARD: Final = {
     "error_type": "error.type",
     "method": "http.request.method",
@@ -57,9 +64,14 @@ def sending_tracer(endpoint: str, settings: TracingSettings, service: str) -> Sd
         )
     shown = parts.netloc.rpartition("@")[2]  # never a password
     whole = endpoint if parts.path.endswith(TRACES) else endpoint.rstrip("/") + TRACES
-    session = requests.Session()
-    session.trust_env = False  # the settings alone read the environment; proxies do not apply
-    exporter = OTLPSpanExporter(endpoint=whole, headers=_headers(settings), timeout=SEND_S, session=session)
+    headers = _headers(settings)
+    exporter = OTLPSpanExporter(
+        endpoint=whole,
+        headers=headers,
+        timeout=SEND_S,
+        compression=Compression.NoCompression,  # else OTEL_* would say, which is about the engine's collector
+        session=_Session(headers),
+    )
     tracer = SdkTracer(Queue(exporter, shown), service, settings.share)
     atexit.register(tracer.close)
     return tracer
@@ -142,12 +154,12 @@ class SdkSpan:
     def __init__(self, span: trace.Span) -> None:
         self._span = span
         told = span.get_span_context()
-        self._context = TraceContext(
-            trace.format_trace_id(told.trace_id), trace.format_span_id(told.span_id), told.trace_flags.sampled
-        )
+        trace_id, span_id = trace.format_trace_id(told.trace_id), trace.format_span_id(told.span_id)
+        # With OTEL_SDK_DISABLED the engine's SDK and ours make nothing.
+        self._context = TraceContext(trace_id, span_id, told.trace_flags.sampled) if told.is_valid else None
 
     @property
-    def context(self) -> TraceContext:
+    def context(self) -> TraceContext | None:
         """See `Span.context`."""
         return self._context
 
@@ -174,6 +186,31 @@ class SdkSpan:
         """See `Span.end`."""
         if self._span.is_recording():
             self._span.end()
+
+
+class _Session(requests.Session):
+    """Sends nothing to the collector that the settings do not name."""
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        super().__init__()
+        self.trust_env = False  # the settings alone read the environment; proxies do not apply
+        self._may_send = PLAIN.union(name.lower() for name in headers)
+        own = weakref.ref(self)
+
+        def leave_connections() -> None:
+            if (session := own()) is not None:
+                for start in tuple(session.adapters):
+                    session.mount(start, HTTPAdapter())
+
+        # The child of an `os.fork` must not write into its parent's connections.
+        os.register_at_fork(after_in_child=leave_connections)
+
+    def prepare_request(self, request: requests.Request) -> requests.PreparedRequest:
+        """The request less OTEL_EXPORTER_OTLP_HEADERS: the exporter adds the engine's credentials to ours."""
+        prepared = super().prepare_request(request)
+        for name in [name for name in prepared.headers if name.lower() not in self._may_send]:
+            del prepared.headers[name]
+        return prepared
 
 
 def _foreign(context: TraceContext) -> SpanContext:

@@ -34,7 +34,7 @@ class ForkProgress(WireModel):
 
     verified: Chunks
     bytes_read: Bytes
-    bytes_per_s: BytesPerSecond
+    bytes_per_s: BytesPerSecond = Field(description="bytes a second now: in its last second; before one has passed, the mean so far")
     sources: SourceBytes = Field(default_factory=dict, description="verified bytes by source: an instance, or `KIND:URI` for storage")
     link_bytes_per_s: BytesPerSecond | None = Field(None, description="bytes a second in its fastest second, which stands for its link; none: not known yet")
     transports: SourceTransports = Field(default_factory=dict, description="over which each source is read last; storage has none")

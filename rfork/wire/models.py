@@ -23,4 +23,4 @@ class ModelView(WireModel):
     forked_bytes: int = Field(0, description="bytes that they read from one another")
     storage_s: float | None = Field(None, description="median seconds of the last forks that read it all from storage; none: none did")
     fork_s: float | None = Field(None, description="median seconds of the last forks that read it all from one another")
-    saved_s: float = Field(0, description="seconds that forks from one another took less, in all, than `storage_s` each; below 0: more")
+    saved_s: float = Field(0, description="seconds that forks from one another took less, in all of those that are kept, than `storage_s` each; below 0: more")

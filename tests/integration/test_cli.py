@@ -238,6 +238,20 @@ def test_top_is_interrupted(terminal: Terminal, fleet: str) -> None:
     assert (0, terminal.before) == (terminal.end(), terminal.modes())
 
 
+def test_top_is_suspended(terminal: Terminal, fleet: str) -> None:
+    """Ctrl-Z leaves the alternate screen, and it is back when the command goes on.
+
+    Here it goes on at once: no shell is there that could continue it, so the system does not let it stop.
+    """
+    terminal.start("top", "--planner", fleet)
+    terminal.wait_for("forks under way")
+    terminal.type("\x1a")
+    terminal.wait_for("\x1b[?1049l")
+    terminal.wait_for("forks under way")
+    terminal.type("q")
+    assert (0, terminal.before, 2) == (terminal.end(), terminal.modes(), terminal.text.count("\x1b[?1049h"))
+
+
 class Terminal:
     """A pseudo-terminal with one `rfork` in it."""
 
@@ -378,14 +392,28 @@ def _script() -> str:
     return str(Path(sys.executable).parent / "rfork")
 
 
-def test_nobody_reads_on(fleet: str) -> None:
-    """`rfork forks | head -1` ends without a word of broken pipes."""
+@pytest.mark.parametrize("words", [("forks",), ("version",)], ids=" ".join)
+def test_nobody_reads_on(fleet: str, words: tuple[str, ...]) -> None:
+    """`rfork forks | head -1` ends without a word of broken pipes, and not as a failure."""
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "rfork", "forks", "--planner", fleet]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    command = [sys.executable, "-m", "rfork", *words]
+    environment = {**os.environ, "RFORK_PLANNER": fleet}
+    done = subprocess.run(
+        command, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+    )
     os.close(writing)
-    assert "" == done.stderr
+    assert (0, "") == (done.returncode, done.stderr)
+
+
+def test_nobody_reads_errors() -> None:
+    """Where stderr is closed at the other end, a command ends with its own exit code."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "rfork", "status", "--planner", "none"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=writing, check=False)
+    os.close(writing)
+    assert 2 == done.returncode
 
 
 def test_an_output_that_knows_no_such_letters(fleet: str) -> None:

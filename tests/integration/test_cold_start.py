@@ -89,8 +89,8 @@ class Group:
 
 
 def holds(process: RforkProcess, chunks: int) -> None:
-    """Wait until it has verified so many chunks."""
-    process.wait_for(rf"\({chunks} chunks verified\)")
+    """Wait until it has verified so many chunks, of a MiB each."""
+    process.wait_for(rf"fork tiny: {chunks}\.\d+ MB of")
 
 
 def results(processes: Sequence[RforkProcess]) -> list[Report]:

@@ -21,6 +21,41 @@ def shell_text(block: Block) -> str:
     return "\n".join([block.said.get("before", ""), *(step.command for step in steps(block))])
 
 
+def runs_something(path: str) -> bool:
+    """Whether a file has tests of its own, or a page has blocks that are run."""
+    file = ROOT / path.partition("::")[0]
+    if file.suffix == ".md":
+        return file.is_file() and any(block.is_run for block in blocks(file))
+    # These two run nothing of a block that another runs.
+    return file.is_file() and file.name not in ("test_docs.py", "test_docs_commands.py")
+
+
+@pytest.mark.parametrize(
+    ("path", "runs"),
+    [
+        ("tests/integration/test_fork_flow.py", True),
+        ("docs/quickstart.md", True),
+        ("tests/integration/test_docs.py", False),
+        ("docs/comparison.md", False),
+        ("tests/integration/test_nothing.py", False),
+    ],
+)
+def test_who_may_run_a_block(path: str, runs: bool) -> None:
+    """A test that runs it, or a page whose blocks are run; not the test that leaves out such blocks."""
+    assert runs == runs_something(path)
+
+
+def test_make_bench_names_benchmarks() -> None:
+    """`make bench` runs all that can be started but the one with an API server, and the page says so."""
+    named = re.search(r"^BENCHMARKS := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert named is not None
+    started = (path for path in (ROOT / "benchmarks").glob("*.py") if "harness.options(" in path.read_text())
+    told = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert f"one after the other: {', '.join(named[1].split())}." in told
+    assert {path.stem for path in started} - {"admission", "harness"} <= set(named[1].split())
+    assert [] == [name for name in named[1].split() if not (ROOT / "benchmarks" / f"{name}.py").is_file()]
+
+
 @PAGES
 def test_every_block_is_run_or_says_why_not(page: Path) -> None:
     """A block of commands is run by the page's test, by a test that exists, or says what it lacks."""
@@ -28,8 +63,8 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
     for block in blocks(page):
         if block.language not in RUN | SHOWN:
             wrong.append(f"{block.where}: the language {block.language!r}")
-        elif "run by" in block.said and not (ROOT / block.said["run by"].partition("::")[0]).is_file():
-            wrong.append(f"{block.where}: no test {block.said['run by']}")
+        elif "run by" in block.said and not all(map(runs_something, paths := block.said["run by"].split())):
+            wrong.append(f"{block.where}: no test {paths}")
         elif block.said.get("not run", "a reason") == "":
             wrong.append(f"{block.where}: not run, and no reason")
         elif block.language == "console" and not steps(block):

@@ -39,6 +39,11 @@ async def make(redis_server: RedisServer) -> AsyncIterator[MakeStore]:
         await store.stop()
 
 
+def key(name: str) -> str:
+    """What the store calls one of its keys, which change with the format of records."""
+    return f"{{rfork}}:{keyspace.FORMAT}:{name}"
+
+
 async def until(holds: Callable[[], bool]) -> None:
     """Wait for what a replica finds out by itself; TimeoutError where it does not."""
     async with asyncio.timeout(20):
@@ -153,7 +158,7 @@ async def test_a_heartbeat_of_an_instance_that_is_gone_brings_it_whole(
     await one.start()
     await one.commit(Change(instances=(instance("a"),), forks=(fork("f"),)))
     await other.start()
-    await tell(redis_server, "DEL", "{rfork}:3:instances", "{rfork}:3:forks")
+    await tell(redis_server, "DEL", key("instances"), key("forks"))
     heard = replace(instance("a"), seen_at=9.0)
     await other.commit(Change(instances=(heard,), forks=(fork("f", seen_at=9.0),)))
     third = make()
@@ -277,7 +282,7 @@ async def test_a_replica_that_fell_too_far_behind_reads_everything_anew(
     await one.start()
     await one.commit(Change(instances=(instance("a"),)))
     await other.start()
-    await tell(redis_server, "HINCRBY", "{rfork}:3:meta", "number", 5)
+    await tell(redis_server, "HINCRBY", key("meta"), "number", 5)
     await asyncio.gather(
         one.commit(Change(instances=(instance("b"),))), other.commit(Change(instances=(instance("c"),)))
     )
@@ -298,7 +303,7 @@ async def test_the_stream_is_bounded_in_bytes(
         for number in range(60):
             readers = tuple(f"{number}-{which:0100}" for which in range(number))
             await one.commit(Change(instances=(instance("a", readers=readers),)))
-            entries = await admin.execute_command("XRANGE", "{rfork}:3:changes", "-", "+")
+            entries = await admin.execute_command("XRANGE", key("changes"), "-", "+")
             kept = [len(fields[b"body"]) for _, fields in entries]
             largest, bytes_kept = max(largest, *kept), max(bytes_kept, sum(kept))
     await until(lambda: other.state.instance("a") == one.state.instance("a"))
@@ -319,7 +324,7 @@ async def test_versions_of_empty_groups_are_forgotten(make: MakeStore, redis_ser
             await one.commit(change)
             seen.append(one.version(GROUP))
             await one.commit(Change(forks=(fork("f", instance_id="a", ended=True),), gone=("a",)))
-        kept = await admin.hlen("{rfork}:3:versions")
+        kept = await admin.hlen(key("versions"))
     third = make()
     await third.start()
     await until(lambda: other.version(GROUP) == one.version(GROUP))

@@ -60,7 +60,7 @@ class Fleet:
     def killed(self, chunks: int) -> None:
         """Start a target, and kill it once it has verified so many chunks of eight, but not all."""
         process = self.pull()
-        process.wait_for(rf"\([{chunks}-7] chunks verified\)")
+        process.wait_for(rf"fork tiny: [{chunks}-7]\.\d+ MB of")
         process.signal(signal.SIGKILL)
         process.wait()
 
@@ -173,7 +173,7 @@ def test_two_targets_in_one_folder(fleet: Fleet, right: Image) -> None:
     fleet.seed()
     processes = [fleet.pull() for _ in range(2)]
     for process in processes:
-        process.wait_for(r"\([2-7] chunks verified\)")
+        process.wait_for(r"fork tiny: [2-7]\.\d+ MB of")
     for process in processes:
         process.signal(signal.SIGKILL)
         process.wait()

@@ -71,7 +71,7 @@ def test_docstring_tells_all(name: str) -> None:
     """A public function says where it runs, what each parameter is, and what it raises."""
     function = named(name)
     assert callable(function)
-    text = inspect.getdoc(function) or ""
+    text = " ".join((inspect.getdoc(function) or "").split())
     missing = [
         parameter for parameter in inspect.signature(function).parameters if parameter not in words_of(text)
     ]

@@ -87,11 +87,17 @@ def test_rights_are_few(path: Path) -> None:
 
 
 def test_publishing_waits_for_the_checks() -> None:
-    """build, attest, pypi, github: each takes what the one before it has let through."""
+    """build and test, attest, pypi, github: each takes what the one before it has let through."""
     jobs = workflow(ROOT / ".github" / "workflows" / "release.yml")["jobs"]
-    assert [None, "build", "attest", "pypi"] == [
-        jobs[name].get("needs") for name in ("build", "attest", "pypi", "github")
+    assert [None, None, ["build", "test"], "attest", "pypi"] == [
+        jobs[name].get("needs") for name in ("build", "test", "attest", "pypi", "github")
     ]
+    ran = {
+        name: [step.get("run") for step in cast(list[dict[str, object]], jobs[name]["steps"])]
+        for name in jobs
+    }
+    assert ".ci/run" in ran["test"]
+    assert 'python3 deploy/release/notes.py "${TAG#v}"' in ran["build"]
     assert {"id-token": "write"} == jobs["pypi"]["permissions"]
 
 

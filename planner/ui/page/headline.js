@@ -51,7 +51,7 @@ function showFigures(sums, { reading, speed, longest, seeds }) {
     { name: "Time left", value: longest ? about(longest) : "–", more: longest ? "until the last is whole" : live.length ? "not known yet" : "nothing to wait for" },
     { name: "Seeds", value: String(seeds), more: `of ${many(fleet.instances.size, "instance")}` },
     { name: "Efficiency η", value: efficiencies.length ? median(efficiencies).toFixed(2) : "–", more: efficiencies.length ? `of the link; median of ${many(efficiencies.length, "fork")}` : "not known yet" },
-    { name: "Saved against disk", value: saved.length ? time(saved.reduce((sum, row) => sum + row.saved_s, 0)) : "–", more: saved.length ? "of loading time, in all" : "not known yet" },
+    { name: "Saved against disk", value: saved.length ? time(saved.reduce((sum, row) => sum + row.saved_s, 0)) : "–", more: saved.length ? "of loading time, by forks that are kept" : "not known yet" },
   ];
   list(at("figures"), figures, (each) => each.name, (each) => make("div", {}, make("dt", {}, each.name), make("dd.value"), make("dd.more.soft")), (element, each) => {
     say(element.children[1], each.value);

@@ -27,8 +27,8 @@ from rfork.errors import StorageError
 PROMPT = "What is the capital of France?"
 FORKS = 3
 WARM_ANSWERS, IDLE_ANSWERS = 3, 12
-START_S = 120.0
-FORK_S = 120.0
+START_S = 300.0
+FORK_S = 300.0
 LOOK_S = 0.1
 KILL_FROM, KILL_UNTIL = 0.4, 0.85
 """The share of the image that a relay has verified when it is killed: half way, give or take a look."""

@@ -128,7 +128,8 @@ def judge(scene: Scene, results: Mapping[str, Event]) -> Verdict:
 
 def _row(host: str, report: Event) -> ForkRow:
     shares = report["sources"]
-    assert isinstance(shares, list)
+    if not isinstance(shares, list):
+        raise ChildFailed(f"a process said sources={shares!r}, not a list")
     return ForkRow(
         host=host,
         outcome=str(report["outcome"]),

@@ -29,8 +29,7 @@ ADVICE: Final[dict[str, str]] = {
     "NotOneHost": "Let both containers share what the transport needs: `rfork doctor` on the host names it.",
     "NoPeerAccess": "Run `rfork doctor` on the host: it says why one GPU does not reach the other.",
     "NoGpuDirect": "Load nvidia-peermem, or use a driver with dma-buf: `rfork doctor` says which is missing.",
-    "DeviceDown": "Mend the RDMA device or its port, or correct RFORK_RDMA_DEVICES: see `rfork doctor`. "
-    "Mend the RDMA device or its port, or correct RFORK_RDMA_DEVICES: see `rfork doctor`.",
+    "DeviceDown": "Mend the RDMA device or its port, or correct RFORK_RDMA_DEVICES: see `rfork doctor`.",
     "VersionMismatch": "Install the same libraries on both sides: `rfork doctor` names those that differ.",
     "TransportUnusable": "Run `rfork doctor` on both hosts: it says why the transport cannot be used.",
     "StorageMissing": "Correct the URI (RFORK_SNAPSHOT), or write the snapshot: `rfork snapshot "
@@ -41,17 +40,21 @@ ADVICE: Final[dict[str, str]] = {
     "StorageCorrupt": "Find the damage with `rfork snapshot verify URI`, and write it again.",
     "StorageFull": "Make room on the target's disk.",
     "StorageError": "Look at the disk or the object store that the reason names.",
-    "CheckpointError": "Give the target a checkpoint that fits its model: the reason says what does not. "
-    "Give the target a checkpoint that fits its model: the reason says what does not.",
+    "CheckpointError": "Give the target a checkpoint that fits its model: the reason says what does not.",
     "MissingExtra": "Install the extra that the reason names.",
     "UnsupportedTensor": "Leave the tensor out (`exclude`), or give it memory of its own: the "
     "reason names it.",
     "SettingsError": "Correct the setting that the reason names.",
     "ModelError": "Correct the model folder: the reason says what is wrong with it.",
+    "EngineMismatch": "Install a version of the engine that was tested: the reason says what this one lacks.",
+    "PortInUse": "Stop the process that holds the port, or set RFORK_PEER_PORT and RFORK_HTTP_PORT to 0 "
+    "(any free port), or RFORK_PORTS to more of them.",
+    "ForkFailed": "Do what the reason says: no way to get the weights was left.",
+    "NothingLeft": "Mend the first of its reasons: each source and each fallback failed for its own.",
 }
 """By the error that a reason begins with."""
 
-CONSEQUENCES: Final = ("NoSource", "DeadlinePassed", "NothingLeft")
+CONSEQUENCES: Final = ("NoSource", "DeadlinePassed", "NothingLeft", "ForkFailed")
 """Errors that mostly follow from those before them, which are the ones to mend."""
 
 

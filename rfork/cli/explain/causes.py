@@ -15,13 +15,13 @@ Cause = Literal[
     "repeated",
     "unsteady",
     "planning",
+    "opening",
     "target",
     "fallback",
     "unknown",
 ]
 """`link`: as fast as its link goes. The others cost time beyond that; `unknown`: too little was told."""
 
-PLANNING: Final = ("plan", "offer")
 OWN_WORK: Final = ("capture", "digest", "resume")
 NEAR: Final = 1.25
 """A transfer that takes at most so many times its bound is as fast as its link."""
@@ -43,7 +43,8 @@ def losses(account: Account) -> list[Loss]:
     """What cost time, most first; a cause that cost none is left out. No phases told: nothing is known."""
     phases = account.phases
     found = [
-        Loss("planning", sum(phases.get(name, 0.0) for name in PLANNING)),
+        Loss("planning", phases.get("plan", 0.0)),
+        Loss("opening", phases.get("offer", 0.0)),
         Loss("target", sum(phases.get(name, 0.0) for name in OWN_WORK)),
         *_in_transfer(account),
     ]

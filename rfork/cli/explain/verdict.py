@@ -139,9 +139,10 @@ def _storage(account: Account, lost: str) -> Told:
 
 def _sources(account: Account, lost: str) -> Told:
     kinds = _kinds(account)
-    counts = f"{_counted(kinds)}; " if kinds else ""
-    again = f"planned again {units.plural(account.replans, 'time')}"
-    return f"Its sources failed or fell behind ({counts}{again}): about {lost}.", advice_on(kinds)
+    said = [_counted(kinds)] if kinds else []
+    if account.replans:
+        said.append(f"planned again {units.plural(account.replans, 'time')}")
+    return f"Its sources failed or fell behind ({'; '.join(said)}): about {lost}.", advice_on(kinds)
 
 
 def _repeated(account: Account, lost: str) -> Told:
@@ -165,6 +166,13 @@ def _planning(account: Account, lost: str) -> Told:
     )
 
 
+def _opening(account: Account, lost: str) -> Told:
+    return (
+        f"It opened its own snapshot or checkpoint, since nobody held the weights: {lost}.",
+        "Keep a seed running, or look at the disk or the object store that it opened.",
+    )
+
+
 def _target(account: Account, lost: str) -> Told:
     named = ", ".join(f"{name} {_s(account.phases[name])}" for name in OWN_WORK if name in account.phases)
     return (
@@ -180,6 +188,7 @@ EXPLANATIONS: Final[dict[Cause, Callable[[Account, str], Told]]] = {
     "repeated": _repeated,
     "unsteady": _unsteady,
     "planning": _planning,
+    "opening": _opening,
     "target": _target,
 }
 """By cause, what to say of an account and of the seconds lost."""

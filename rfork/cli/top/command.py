@@ -6,14 +6,13 @@ import time
 from typing import Annotated, Final
 
 import typer
-from rich.console import Console
 from rich.live import Live
 
 from rfork import settings as options
 from rfork.cli.completion import complete_model
-from rfork.cli.console import out, print_json, reported, show
+from rfork.cli.console import Output, out, print_json, reported, show
 from rfork.cli.options import JsonOption, PlannerOption
-from rfork.cli.top.keys import keys
+from rfork.cli.top.keys import keys, suspensions
 from rfork.cli.top.looking import Look, Looker, Watch, pause_after
 from rfork.cli.top.overview import overview
 from rfork.cli.top.picture import Screen
@@ -85,15 +84,24 @@ def quits(typed: str) -> bool:
 
 
 def _live(url: str, watch: Watch) -> None:
-    console = Console(highlight=False)
+    console = Output(highlight=False)
 
     def screen() -> Screen:
         return Screen(watch.look, url, time.time(), keys=True)
 
     try:
-        with keys() as pressed, Live(screen(), console=console, screen=True, auto_refresh=False) as live:
-            while not quits(pressed.pressed(KEY_S)):
-                live.update(screen(), refresh=True)
+        with suspensions() as suspension:
+            while True:
+                with (
+                    keys() as pressed,
+                    Live(screen(), console=console, screen=True, auto_refresh=False) as live,
+                ):
+                    while not suspension.asked:
+                        if quits(pressed.pressed(KEY_S)):
+                            return
+                        live.update(screen(), refresh=True)
+                # The terminal is as it was found, for the shell to go on with.
+                suspension.suspend()
     except KeyboardInterrupt:
         pass  # the way to leave, beside q
     finally:

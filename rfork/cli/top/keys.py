@@ -1,10 +1,11 @@
-"""Single keys from a terminal, which is left as it was found."""
+"""Single keys from a terminal, which is left as it was found, also while Ctrl-Z suspends the command."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import select
+import signal
 import sys
 import termios
 import tty
@@ -47,3 +48,34 @@ def keys() -> Iterator[Keys]:
         yield Keys(descriptor)
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+class Suspension:
+    """Whether Ctrl-Z was pressed, which waits here until the terminal has been given back."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def suspend(self) -> None:
+        """Stop this process as the shell expects it; returns when it is continued."""
+        ours = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, ours)
+        self.asked = False
+
+    def ask(self, number: int, frame: object) -> None:
+        """The handler of SIGTSTP."""
+        self.asked = True
+
+
+@contextlib.contextmanager
+def suspensions() -> Iterator[Suspension]:
+    """Hear Ctrl-Z until the block is left; where a shell has no jobs, and so ignores it, there is none."""
+    suspension = Suspension()
+    before = signal.getsignal(signal.SIGTSTP)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGTSTP, suspension.ask)
+    try:
+        yield suspension
+    finally:
+        signal.signal(signal.SIGTSTP, before)

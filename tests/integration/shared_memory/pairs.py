@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,7 @@ def fork_of(endpoint: Endpoint, sizes: tuple[int, ...] = SIZES) -> Image:
 
 def mapped(pid: int | str = "self") -> dict[str, int]:
     """Bytes of a process's mappings of chunks: resident, its share of those, its own (Anonymous)."""
+    gc.collect()  # what tests before have left behind is not to go in the middle of one
     sums = dict.fromkeys(("Rss", "Pss", "Anonymous"), 0)
     ours = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():

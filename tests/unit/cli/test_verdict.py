@@ -51,6 +51,12 @@ CASES: dict[str, tuple[ForkView, str, str, str]] = {
         "about 15.8 s of 20.0 s.",
         ADVICE["SourceGone"],
     ),
+    "its sources failed, and it was not planned again": (
+        forked(seconds=20.0, reasons=(GONE,)),
+        "sources",
+        "Its sources failed or fell behind (SourceGone): about 15.8 s of 20.0 s.",
+        ADVICE["SourceGone"],
+    ),
     "read again": (
         forked(seconds=10.0, repeated=8 * GB, reasons=("SourceCorrupt: chunk 3",)),
         "repeated",
@@ -67,8 +73,14 @@ CASES: dict[str, tuple[ForkView, str, str, str]] = {
     "a slow planner": (
         forked(seconds=9.0, phases={"plan": 4.0, "offer": 0.5, "transfer": 4.2}),
         "planning",
-        "It waited for the planner's answer: 4.50 s of 9.00 s.",
+        "It waited for the planner's answer: 4.00 s of 9.00 s.",
         "Look at the planner's load (/metrics); where a scale-up was announced, at RFORK_PLANNER_GATHER_S.",
+    ),
+    "slow to open its own storage": (
+        forked(seconds=9.0, phases={"plan": 0.1, "offer": 6.1, "transfer": 2.6}),
+        "opening",
+        "It opened its own snapshot or checkpoint, since nobody held the weights: 6.10 s of 9.00 s.",
+        "Keep a seed running, or look at the disk or the object store that it opened.",
     ),
     "a slow target": (
         forked(seconds=9.0, phases={"capture": 3.0, "plan": 0.1, "transfer": 4.0, "digest": 1.5}),
@@ -237,6 +249,22 @@ def test_comparison(fork_s: float | None, storage_s: float | None, said: str) ->
 def test_each_advice_is_on_an_error_that_there_is() -> None:
     """The table of advice names classes of the error tree."""
     assert [] == [name for name in ADVICE if not hasattr(errors, name)]
+
+
+def test_there_is_advice_on_each_error() -> None:
+    """Whatever a fork can end with: each error of the tree that has no kinds of its own, and ForkFailed."""
+    assert {"ForkFailed"} | _leaves(errors.RforkError) <= set(ADVICE)
+
+
+def _leaves(kind: type[Exception]) -> set[str]:
+    own = [each for each in kind.__subclasses__() if each.__module__ == errors.__name__]
+    return set().union(*map(_leaves, own)) if own else {kind.__name__}
+
+
+def test_no_advice_repeats_itself() -> None:
+    """No sentence stands twice in what is said on one error."""
+    sentences = {name: text.rstrip(".").split(". ") for name, text in ADVICE.items()}
+    assert [] == [name for name, said in sentences.items() if len(set(said)) != len(said)]
 
 
 def test_advice_is_on_the_root_of_it() -> None:

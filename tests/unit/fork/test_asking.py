@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import httpx
@@ -41,16 +42,31 @@ class Planner(FakePlanner):
         super().__init__(Script([rest]))
         self._first = list(first)
         self.asked: list[str] = []
+        self.each_costs: Callable[[], None] = lambda: None
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/forks":
             self.asked.append(str(httpx.Response(200, content=request.read()).json()["fork_id"]))
+            self.each_costs()
             if self._first:
                 answer = self._first.pop(0)
                 if isinstance(answer, httpx.RequestError):
                     raise answer
                 return answer
         return super().handle_request(request)
+
+
+class Clock:
+    """In the place of `time`: moves when somebody sleeps."""
+
+    def __init__(self, now: float) -> None:
+        self._now = now
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
 
 
 def load_twos(module: nn.Module) -> None:
@@ -132,6 +148,18 @@ def test_a_planner_that_is_gone_is_left_after_a_while(fleet: Fleet, monkeypatch:
     planner = Planner([AWAY] * 1000, lambda: plan(reason="nobody"))
     report = forked(fleet, planner)
     assert ("twos", True, True) == (report.fallback, len(planner.asked) > 1, len(planner.asked) < 1000)
+
+
+def test_the_time_of_a_call_that_nothing_answers_counts(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connecting took longer than a planner may be away: it is not tried a second time."""
+    clock = Clock(time.monotonic())
+    monkeypatch.setattr(asking, "time", clock)
+    planner = Planner([httpx.ConnectTimeout("nothing answers")] * 9, lambda: plan(reason="nobody"))
+    planner.each_costs = lambda: clock.sleep(5.0)
+    report = forked(fleet, planner, settings(deadline_s=600))
+    assert ("twos", 1) == (report.fallback, len(planner.asked))
 
 
 def test_nobody_is_asked_again_after_the_deadline(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The meter: the best rate over about a second, and how close to it the whole transfer came."""
+"""The meter: the rate now, the best one, and how close to that the whole transfer came."""
 
 from __future__ import annotations
 
@@ -27,6 +27,27 @@ def test_the_best_rate(points: Points, expected: float | None) -> None:
     for now, total in points:
         meter.add(now, total)
     assert expected == (None if meter.best is None else round(meter.best, 2))
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([], 0.0),
+        ([(0.0, 0)], 0.0),
+        ([(0.0, 0), (0.25, 100)], 400.0),
+        ([(0.0, 0), (1.0, 100), (2.0, 500)], 400.0),
+        ([(0.0, 0), (0.5, 400), (1.0, 400)], 400.0),
+        ([(0.0, 0), (1.0, 2000), (2.0, 2000), (10.0, 2000)], 0.0),
+        ([(0.0, 0), (1.0, 2000), (9.0, 2000), (9.5, 2100), (10.0, 2300)], 300.0),
+    ],
+    ids=["nothing", "begun", "too short", "steady", "one window", "silent", "again"],
+)
+def test_the_rate_now(points: Points, expected: float) -> None:
+    """Of the last second, so that a source which falls silent is told as 0; before that the mean so far."""
+    meter = Meter(window_s=1.0)
+    for now, total in points:
+        meter.add(now, total)
+    assert expected == meter.last
 
 
 @pytest.mark.parametrize(

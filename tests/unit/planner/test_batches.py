@@ -8,7 +8,7 @@ import pytest
 from planner.registry import Registry
 from planner.store.base import Change, StoreUnavailable
 from planner.store.memory import MemoryStore
-from rfork.wire import Plan
+from rfork.wire import ForkFinish, Plan
 from tests.unit.planner.builders import (
     CHECKPOINT,
     LOADER,
@@ -44,6 +44,21 @@ class CountingStore(MemoryStore):
         await super().commit(change)
 
 
+class SlowStore(MemoryStore):
+    """Takes plans only once it may."""
+
+    def __init__(self, time: FakeTime) -> None:
+        super().__init__(time.clock, keep_forks=100)
+        self.began, self.may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def commit(self, change: Change) -> None:
+        """Wait where the change is a plan."""
+        if change.group is not None:
+            self.began.set()
+            await self.may_go_on.wait()
+        await super().commit(change)
+
+
 @pytest.fixture
 def store(time: FakeTime) -> CountingStore:
     """The store of `registry`."""
@@ -69,6 +84,21 @@ async def test_arrivals_in_one_window_share_one_plan(registry: Registry, store: 
     plans = await asyncio.gather(*(registry.ask(ask(name)) for name in names))
     expected = [{"s": ALL}] + [{before: ALL} for before in names[:-1]]
     assert ([10], expected) == (store.plans, [parts(plan) for plan in plans])
+
+
+async def test_a_fork_that_ends_while_it_is_planned_has_ended(time: FakeTime) -> None:
+    """Its batch is closed, and the store has not taken the plan yet: the end waits for that."""
+    store = SlowStore(time)
+    registry = make_registry(time, store, batch_s=0.001)
+    await registry.report(whole("s"))
+    asked = asyncio.create_task(registry.ask(ask("a")))
+    await store.began.wait()
+    failed = ForkFinish(outcome="failed", seconds=1, bytes_read=0)
+    ended = asyncio.create_task(registry.finish("fork-a", failed))
+    await asyncio.sleep(0)
+    store.may_go_on.set()
+    await asyncio.gather(asked, ended)
+    assert ("failed", []) == (registry.fork("fork-a").state, registry.state.live_forks())
 
 
 async def test_groups_do_not_wait_for_one_another(registry: Registry, store: CountingStore) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 
@@ -437,3 +438,22 @@ async def test_a_storage_that_failed_and_is_offered_no_more_leaves_the_others(re
     await registry.ask(ask("a", storage=both))
     plan = await registry.ask(ask("a", faults=(fault("a", "StorageError", "storage"),), storage=both[1:]))
     assert ["checkpoint"] == [read.kind for read in plan.storage]
+
+
+async def test_a_fork_that_was_given_up_and_succeeds_is_learnt_from_once(time: FakeTime) -> None:
+    """Until then it is only lost: it neither failed, nor tells how long forks take."""
+    registry = make_registry(time, lease_ttl_s=5, forget_s=1000)
+    await registry.report(whole("s"))
+    await registry.ask(ask("a"))
+    time.now += 10
+    await registry.sweep()
+    (group,) = registry.state.groups_of("m")
+    lost = registry.fork("fork-a").lost, group.durations.fork_s, group.forked_bytes
+    await registry.finish(
+        "fork-a", ForkFinish(outcome="forked", seconds=11, bytes_read=12 << 20, sources={"s": 12 << 20})
+    )
+    text = registry._metrics.exposition((), ()).decode()
+    counted = re.findall(r'^rfork_planner_forks_total\{outcome="(\w+)"\} 1.0$', text, re.MULTILINE)
+    assert ((True, None, 0), (11.0, 12 << 20), {"lost", "forked"}) == (
+        lost, (group.durations.fork_s, group.forked_bytes), set(counted),
+    )  # fmt: skip

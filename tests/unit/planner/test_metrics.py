@@ -210,7 +210,7 @@ def test_what_has_not_happened_is_zero_and_not_missing() -> None:
     names = [f"rfork_planner_refused_requests_total reason={reason}" for reason in REFUSALS]
     names += [
         f"rfork_planner_forks_total outcome={word}"
-        for word in ("forked", "fallback", "failed", "interrupted")
+        for word in ("forked", "fallback", "failed", "interrupted", "lost")
     ]
     names += [
         f"rfork_planner_verified_bytes_total source={kind}"

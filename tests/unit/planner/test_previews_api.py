@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import httpx
 import pytest
+from fastapi import FastAPI
 
+from planner.api import previews
+from planner.previews import Known, preview
+from planner.problems import install
 from rfork.control.client import PlannerClient
 from rfork.errors import PlannerRefused
-from rfork.wire import PreviewRequest, Rank
-from tests.unit.planner.builders import CHUNKS, ask, whole
+from rfork.wire import Preview, PreviewRequest, Rank
+from tests.unit.planner.builders import CHUNKS, FakeTime, ask, make_registry, whole
 
 KEY = Rank().key
 RANKS = (Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2))
@@ -66,6 +73,36 @@ def test_a_preview_has_its_bounds(planner: PlannerClient) -> None:
         planner.preview(PreviewRequest(model="m", targets=1024))
     (made,) = planner.preview(PreviewRequest(model="m", targets=1024, rank_key=sizes[0].key)).items
     assert (1024, 0) == (len(made.targets), sum(target.seconds is None for target in made.targets))
+
+
+async def test_few_previews_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more is turned away at once, and told when to come again; the others are answered."""
+    may_go_on = threading.Event()
+
+    def slow(known: Known) -> Preview:
+        may_go_on.wait()
+        return preview(known)
+
+    monkeypatch.setattr(previews, "preview", slow)
+    registry = make_registry(FakeTime())
+    await registry.report(whole("s"))
+    app = FastAPI()
+    app.include_router(previews.previews_router(registry))
+    install(app, lambda: None)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://planner") as client:
+        asked = [
+            asyncio.create_task(client.post("/v1/previews", json={"model": "m"}))
+            for _ in range(previews.MOST_WAITING + 2)
+        ]
+        refused, rest = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        may_go_on.set()
+        answered = await asyncio.gather(*rest)
+    (answer,) = [task.result() for task in refused]
+    assert (503, "too-many-previews", "2", [200] * len(answered)) == (
+        answer.status_code, answer.json()["type"].rpartition("/")[2], answer.headers["Retry-After"],
+        [each.status_code for each in answered],
+    )  # fmt: skip
 
 
 WRONG = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 
@@ -105,6 +107,38 @@ def test_a_process_that_gets_no_thread_only_loses_spans(monkeypatch: pytest.Monk
     tracer.begin("fork").end()
     tracer.close()
     assert 1 == waiting.dropped
+
+
+FORKS = """
+import os, signal, threading, time
+from tests.unit.tracing.test_queue import Exporter, traced
+exporter = Exporter()
+waiting, tracer = traced(exporter)
+tracer.begin("parent").end()
+assert waiting.force_flush()
+held, done = threading.Event(), threading.Event()
+def hold():
+    with waiting._changed:
+        held.set()
+        done.wait()
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+if not child:
+    signal.alarm(30)  # ends it where it would wait for ever
+    tracer.begin("child").end()
+    sent = waiting.force_flush()
+    os._exit(0 if sent and exporter.names == ["parent", "child"] else 1)
+done.set()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_the_child_of_a_process_sends_its_own_spans() -> None:
+    """Though it has no thread that sends, and its parent held the lock when it was made."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "0\n" == done.stdout
 
 
 def test_only_what_is_said_of_our_own_sending_is_kept_quiet() -> None:

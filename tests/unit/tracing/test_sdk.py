@@ -8,10 +8,12 @@ import sys
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import StatusCode
+from requests import PreparedRequest, Response
+from requests.adapters import HTTPAdapter
 
 from rfork.errors import MissingExtra, SettingsError
 from rfork.settings import TracingSettings
-from rfork.tracing import NO_SPAN, OFF, TraceContext, here, tracer
+from rfork.tracing import NO_SPAN, OFF, TraceContext, here, sdk, tracer
 from rfork.tracing.sdk import sending_tracer
 from tests.unit.tracing.spans import Kept
 
@@ -136,6 +138,48 @@ def test_headers_that_are_none_are_refused_and_not_told() -> None:
     with pytest.raises(SettingsError) as refused:
         sending_tracer("http://127.0.0.1:1", chosen, "rfork-test")
     assert "hunter2" not in str(refused.value)
+
+
+class Collector(HTTPAdapter):
+    """Takes every request, and keeps what it was sent with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.headers: list[dict[str, str]] = []
+
+    def send(self, request: PreparedRequest, *_: object, **__: object) -> Response:
+        self.headers.append({name.lower(): str(value) for name, value in request.headers.items()})
+        response = Response()
+        response.status_code = 200
+        return response
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, None), ("authorization=ours", "ours")])
+def test_what_the_engine_tells_its_collector_is_not_told_to_ours(
+    own: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OTEL_* is about the engine's: its credentials, its headers, how it compresses."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=engine-secret,x-engine=1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
+    collector = Collector()
+    monkeypatch.setattr(sdk._Session, "get_adapter", lambda session, url: collector)
+    chosen = TracingSettings.model_validate({"headers": own})
+    tracer = sending_tracer("http://127.0.0.1:1", chosen, "rfork-test")
+    tracer.begin("fork").end()
+    tracer.close()
+    (sent,) = collector.headers
+    assert (expected, None, None) == tuple(
+        sent.get(name) for name in ("authorization", "x-engine", "content-encoding")
+    )
+
+
+def test_where_the_sdk_is_switched_off_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OTEL_SDK_DISABLED: there is no span that others could refer to."""
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    kept = Kept()
+    with kept.tracer.span("fork") as span:
+        told = span.context, here()
+    assert ((None, None), []) == (told, kept.names)
 
 
 def test_without_its_packages_tracing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

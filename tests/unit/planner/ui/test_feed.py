@@ -210,3 +210,42 @@ def test_a_row_is_told_by_what_changed() -> None:
     assert {} == changed(old, {**old})
     expected = {"id": "s", "verified": 4, "slow": None, "rate": 1}
     assert expected == changed(old, {"id": "s", "verified": 4, "host": "h", "rate": 1})
+
+
+async def test_a_fork_that_ended_and_was_forgotten_is_dropped() -> None:
+    """Between two looks: it would stay under way for ever."""
+    small = make_registry(FakeTime(), heartbeat_s=5, keep_forks=1)
+    feed = Feed(small, heartbeat_s=5, pace_s=0)
+    await small.report(whole("s", max_readers=4))
+    for name in "ab":
+        await small.ask(ask(name))
+    reader = await feed.join()
+    await told(reader, "event: ready")
+    for name in "ab":
+        await small.finish(f"fork-{name}", ForkFinish(outcome="forked", seconds=1, bytes_read=1))
+    [(_, change)] = await told(reader, "dropped")
+    assert (["fork-b"], ["fork-a"], ["fork-b"]) == (
+        ids([("", change)], "forks"), change["dropped"], list(feed._forks),
+    )  # fmt: skip
+    feed.close()
+    feed.leave(reader)
+
+
+async def test_a_feed_that_fails_turns_pages_away(
+    registry: Registry, feed: Feed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that wait for the beginning, too; their places are free again."""
+
+    def broken(*_: object) -> Row:
+        raise ValueError("a row that cannot be made")
+
+    await registry.report(whole("s"))
+    with monkeypatch.context() as patch:
+        patch.setattr(feeds, "instance_row", broken)
+        async with asyncio.timeout(10):
+            both = await asyncio.gather(feed.join(), feed.join(), return_exceptions=True)
+    assert [(503, "not-ready")] * 2 == [
+        (each.status, each.slug) for each in both if isinstance(each, ProblemError)
+    ]
+    assert {} == feed._readers
+    assert ["s"] == ids(await told(await feed.join(), "event: ready"), "instances")

@@ -137,9 +137,9 @@ def _row(name: str, made: Sequence[Round], count: int) -> harness.Row:
 
     row: dict[str, harness.Value] = {
         "contender": f"{count} {name}",
-        "p50 ms": middle(lambda each: each.p50_ms),
-        "p99 ms": middle(lambda each: each.p99_ms),
-        "all s": middle(lambda each: each.seconds),
+        "p50 ms": round(middle(lambda each: each.p50_ms), 1),
+        "p99 ms": round(middle(lambda each: each.p99_ms), 1),
+        "all s": round(middle(lambda each: each.seconds), 2),
         "runs": len(made),
     }
     if name == "forks":

@@ -160,6 +160,7 @@ def listening(app: FastAPI, host: str, port: int) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning"))
     socket = server.config.bind_socket()  # here, so that a port that is taken ends the process
     socket.listen()
+    server.config.load()  # imports on this thread: one that SIGTERM interrupts must not hold up the other
     thread = threading.Thread(target=server.run, args=([socket],), name="http")
     thread.start()
     try:

@@ -43,4 +43,5 @@ def request(**fields: str) -> bytes:
 
 
 def conversations() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("rfork-http")]
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("rfork-http")]
+    return [thread for thread in threads if thread.is_alive()]  # one that has just ended may be listed yet

@@ -12,6 +12,7 @@ import pytest
 
 from rfork.errors import RforkError, SourceChanged, SourceGone, SourceStalled
 from rfork.settings import Settings
+from rfork.transport.base import Reader
 from rfork.transport.cuda_ipc import CudaIpcTransport, exporter
 from rfork.transport.cuda_ipc.exporter import CudaIpcExporter
 from tests.fake_cuda import FakeDriver, FakeMemory, image_in
@@ -42,6 +43,18 @@ def same(driver: FakeDriver) -> FakeDriver:
     return driver
 
 
+def held_copy(side: Side, reader: Reader) -> tuple[threading.Thread, list[RforkError | None]]:
+    """A thread that reads all, its copies queued and not let run; what it raised, in the end."""
+    side.driver.running.clear()
+    raised: list[RforkError | None] = []
+    thread = threading.Thread(
+        target=lambda: raised.append(raised_by(lambda: reader.read(0, side.whole, soon()))), daemon=True
+    )
+    thread.start()
+    assert side.driver.queued.wait(30)
+    return thread, raised
+
+
 def test_a_killed_source_is_gone(start: StartNode) -> None:
     """Reads from a source that was killed raise SourceGone, and all of its memory is let go."""
     source, side = start("source", SIZES), Side(SIZES)
@@ -58,13 +71,7 @@ def test_a_source_that_dies_while_bytes_are_lent(start: StartNode) -> None:
     """Copies out of its memory count only if it lived until they had ended: it may have freed the memory."""
     source, side = start("source", ONE), Side(ONE)
     reader = side.connect(endpoint_in(source.hear()))
-    side.driver.running.clear()
-    raised: list[RforkError | None] = []
-    thread = threading.Thread(
-        target=lambda: raised.append(raised_by(lambda: reader.read(0, side.whole, soon()))), daemon=True
-    )
-    thread.start()
-    assert side.driver.queued.wait(30)
+    thread, raised = held_copy(side, reader)
     source.process.send_signal(signal.SIGSTOP)
     side.driver.running.set()
     # A source that stands still takes the return in, as one does that is dying.
@@ -90,13 +97,7 @@ def test_a_fence_does_not_wait_for_a_slow_copy(start: StartNode) -> None:
     """A read whose weights change meanwhile raises SourceChanged, though its copy was made."""
     source, side = start("source", ONE), Side(ONE)
     reader = side.connect(endpoint_in(source.hear()))
-    side.driver.running.clear()
-    raised: list[RforkError | None] = []
-    thread = threading.Thread(
-        target=lambda: raised.append(raised_by(lambda: reader.read(0, side.whole, soon()))), daemon=True
-    )
-    thread.start()
-    assert side.driver.queued.wait(30)
+    thread, raised = held_copy(side, reader)
     source.tell("fence")
     assert {"cut": 1} == source.hear()
     side.driver.running.set()

@@ -69,9 +69,9 @@ format: venv ## let ruff lay the code out and mend what it can
 	$(BIN)/ruff format
 
 .PHONY: release-check
-release-check: venv ## build sdist and wheel into dist, look at them and try the wheel; an SBOM into build/release
+release-check: venv ## build sdist and wheel into dist, look at them and try the wheel; an SBOM into build/release; REPOSITORY=URL
 	@$(PIP) install -c constraints.txt -e '.[release]'
-	$(BIN)/python -m deploy.release.check
+	$(BIN)/python -m deploy.release.check $(if $(REPOSITORY),--repository $(REPOSITORY))
 
 .PHONY: docs
 docs: venv ## the site of docs/, into build/docs; warnings are errors

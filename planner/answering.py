@@ -11,7 +11,7 @@ from planner.store.records import ForkRecord, InstanceRecord, Read
 from rfork.wire import Lease, Plan, ProgressAck, Route
 
 RETRY_S: Final = 0.5
-"""When to ask again where every source is full: soon, for a reader's place is free at any moment."""
+"""When to ask again where every source is full: soon, for a slot is free at any moment."""
 
 
 class Answering:

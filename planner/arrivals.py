@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from planner.store.records import InstanceRecord, ScaleUpRecord
 from rfork.wire import InstanceReport
 
-Slot = tuple[str, int]
+Position = tuple[str, int]
 """Rank key and data-parallel index: one instance of each replica."""
 
 
@@ -33,20 +33,20 @@ class Expected:
     def __init__(self, record: ScaleUpRecord) -> None:
         self.record = record
         self.places: set[str] = set()
-        self._came: dict[Slot, set[str]] = {}
+        self._came: dict[Position, set[str]] = {}
 
-    def left(self, slot: Slot) -> int:
+    def left(self, position: Position) -> int:
         """Replicas of which this instance has not come."""
-        return max(0, self.record.expected - len(self._came.get(slot, ())))
+        return max(0, self.record.expected - len(self._came.get(position, ())))
 
-    def add(self, slot: Slot, place: str) -> None:
+    def add(self, position: Position, place: str) -> None:
         """An instance of the replica in this place came."""
         self.places.add(place)
-        self._came.setdefault(slot, set()).add(place)
+        self._came.setdefault(position, set()).add(place)
 
     @property
     def came_most(self) -> int:
-        """Replicas of which any rank came: of several Pods that make one, no two are in one slot."""
+        """Replicas of which any rank came: of several Pods that make one, no two are in one position."""
         most = max((len(places) for places in self._came.values()), default=0)
         return min(most, self.record.expected)
 
@@ -80,23 +80,23 @@ class Arrivals:
         """Whether the instance, about to ask for the first time, is one of those expected."""
         since = self._first.get(place_of(record.report), record.since)
         live = [one for one in self.live(now) if one.record.first_at <= min(since, record.since)]
-        return any(one.left(slot_of(record.report)) for one in live)
+        return any(one.left(position_of(record.report)) for one in live)
 
     def add(self, record: InstanceRecord) -> None:
         """An instance is new, or asks for its first fork."""
-        slot, place = slot_of(record.report), place_of(record.report)
-        self._indices.setdefault(slot[0], set()).add(slot[1])
+        position, place = position_of(record.report), place_of(record.report)
+        self._indices.setdefault(position[0], set()).add(position[1])
         since = self._first[place] = min(record.since, self._first.get(place, math.inf))
         if not record.asked:
             return
         # Of one replica all ranks count for one scale-up.
         fitting = [one for one in self.scaleups if place in one.places] or [
-            one for one in self.scaleups if one.record.first_at <= since and one.left(slot)
+            one for one in self.scaleups if one.record.first_at <= since and one.left(position)
         ]
         if fitting:
-            fitting[0].add(slot, place)
+            fitting[0].add(position, place)
 
 
-def slot_of(report: InstanceReport) -> Slot:
+def position_of(report: InstanceReport) -> Position:
     """Which of its replica's instances it is."""
     return report.rank.key, report.rank.dp

@@ -113,7 +113,7 @@ class Asking:
                     fork_id=request.fork_id, quarantine_s=self._settings.quarantine_s,
                 )  # fmt: skip
         if verdict.marked or ended:
-            # Before the plan is made: the places of a relay that is gone are free for it.
+            # Before the plan is made: the slots of a relay that is gone are free for it.
             await self._store.commit(Change(instances=verdict.marked, forks=ended))
         arrives = target.asked and not (known is not None and known.asked)
         return Asked(request, target, known is not None, old, verdict, arrives)

@@ -30,6 +30,8 @@ ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 CALLER: Final = "rfork_caller"
 """Where in a request's scope its caller stands."""
+STANDING: Final = "rfork_standing"
+"""Where in it stands what tells whether that caller would be let in now."""
 OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/", "/ui", "/ui/"})
 """Asked by whoever runs the container, or opens the page: no token, no limit."""
 OPEN_FOLDERS: Final = ("/ui/page/", "/ui/vendor/")
@@ -179,6 +181,16 @@ def demand(scope: Scope, role: Role) -> None:
     problem = None if caller is None else _lacking(caller, role)
     if problem is not None:
         raise problem
+
+
+def may_go_on(scope: Scope) -> bool:
+    """For answers without an end: whether their caller would be let in now.
+
+    Its token may have been taken out of the file since, or have got a smaller role. To be asked each time
+    that something is sent, which is once in a few seconds at least; where no token is asked for, it may.
+    """
+    standing: Callable[[], bool] | None = scope.get(STANDING)
+    return standing is None or standing()
 
 
 def _lacking(caller: Caller, role: Role) -> ProblemError | None:

@@ -171,8 +171,8 @@ class Decision:
     storage: tuple[tuple[Storage, tuple[Range, ...]], ...] = ()
     """What it is elected to read by itself, for itself and for all that wait behind it."""
     full: bool = False
-    """Whether asking again soon may give (more) routes: a source has no place now, or waits for its own, or
-    may come to read storage."""
+    """Whether asking again soon may give (more) routes: a source has no free slot now, or waits for its own,
+    or may come to read storage."""
     other_layout: str | None = None
     """Whom to compare with (instance_id), where all that hold the model hold another layout."""
 

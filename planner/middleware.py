@@ -19,7 +19,7 @@ from urllib.parse import quote
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from planner.auth import CALLER, Auth, is_open
+from planner.auth import CALLER, STANDING, Auth, is_open
 from planner.limits import RateLimit
 from planner.problems import ProblemError, problem_response
 from rfork.logs import logger
@@ -111,6 +111,7 @@ class Guard:
     def _refusal(self, scope: Scope) -> ProblemError | None:
         authorization = header(scope, b"authorization")
         caller = scope[CALLER] = self._auth.caller(authorization)
+        scope[STANDING] = lambda: self._auth.check(scope["method"], scope["path"], authorization) is None
         if self._rate is not None:
             client = scope.get("client")
             # Guessed tokens all count as the one caller that they come from.

@@ -304,7 +304,7 @@ class Registry:
         if fork.lost:
             self._metrics.lost()
         else:
-            self._metrics.ended(finish, self.state.group(fork.group).durations.saved(fork, finish))
+            self._metrics.ended(finish, self.state.group(fork.group).past.durations.saved(fork, finish))
         self._log.info(
             "fork ended", fork_id=fork.fork_id, instance_id=fork.instance_id, outcome=finish.outcome,
             seconds=finish.seconds, bytes_read=finish.bytes_read, sources=finish.sources,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import socket
 import ssl
@@ -34,7 +35,12 @@ def serve(settings: PlannerSettings, ready: Callable[[str], None] | None = None)
         _quiet_signals(),
         hooks_beside(settings, url_of(settings, listener)) as hooks,
     ):
-        _server(settings, listener, ready, hooks).run(sockets=[listener])
+        server = _server(settings, listener, ready, hooks)
+        # The process is the planner's own: what was made until now, modules above all, lives as long as it.
+        # Let no collection of garbage look through it again, for that holds the event loop.
+        gc.collect()
+        gc.freeze()
+        server.run(sockets=[listener])
 
 
 @contextlib.contextmanager

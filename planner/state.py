@@ -11,8 +11,9 @@ from typing import Final, Protocol
 
 from planner.groups import LiveGroup
 from planner.order import SortedIds
+from planner.past import Past, PastGroups
 from planner.store.records import ForkRecord, GroupKey, InstanceRecord, Read, ScaleUpRecord
-from rfork.wire import StorageRead
+from rfork.wire import ForkFinish, StorageRead
 
 Listener = Callable[[ForkRecord], None]
 ROLES: Final = ("-draft-", "-target-")
@@ -48,6 +49,7 @@ class State:
         self._ended: dict[str, None] = {}  # in order of their end
         self._groups: dict[GroupKey, LiveGroup] = {}
         self._models: dict[str, dict[str, LiveGroup]] = {}
+        self._past_groups = PastGroups()
         self._listeners: list[Listener] = []
         self._scaleups: dict[str, ScaleUpRecord] = {}
         self._watchers: list[Watcher] = []
@@ -89,14 +91,14 @@ class State:
             rest.clear()
         for order in (self._instance_order, self._fork_order):
             order.clear()
+        self._past_groups.clear()
 
     def loaded(self) -> None:
         """All that the store holds was put, after `clear`."""
         for fork in map(self._forks.__getitem__, self._ended):
             # They were put before there was any group.
-            group = self._groups.get(fork.group)
-            if group is not None and fork.finish is not None and not fork.lost:
-                group.count(fork, fork.finish)
+            if fork.finish is not None and not fork.lost:
+                self._count(fork, fork.finish)
         for watcher in self._watchers:
             watcher.loaded()
 
@@ -176,11 +178,15 @@ class State:
 
     def group(self, key: GroupKey) -> LiveGroup:
         """The group's index; an empty one where nobody is in it."""
-        return self._groups.get(key) or LiveGroup(*key)
+        return self._groups.get(key) or LiveGroup(*key, self._past_groups.of(key))
 
     def groups(self) -> list[LiveGroup]:
         """The groups that hold at least one instance."""
         return list(self._groups.values())
+
+    def pasts(self) -> list[Past]:
+        """What forks that ended have told, of each group: also of the last ones that hold no instance now."""
+        return [group.past for group in self._groups.values()] + self._past_groups.all()
 
     def other_ranks(self, key: GroupKey) -> tuple[str, ...]:
         """Keys of the same model's ranks that somebody else holds."""
@@ -216,7 +222,8 @@ class State:
         model, rank_key = record.group
         group = self._groups.get(record.group)
         if group is None:
-            group = self._groups[record.group] = LiveGroup(model, rank_key)
+            group = LiveGroup(model, rank_key, self._past_groups.take(record.group))
+            self._groups[record.group] = group
             self._models.setdefault(model, {})[rank_key] = group
         # Readers that no replica ever heard of are from before a restart: they count too.
         strangers = tuple(name for name in record.report.readers if name not in self._forks)
@@ -247,9 +254,17 @@ class State:
         group.remove(record.report.instance_id)
         if not group.sources:
             model, rank_key = record.group
+            self._past_groups.keep(record.group, group.past)
             del self._groups[record.group], self._models[model][rank_key]
             if not self._models[model]:
                 del self._models[model]
+
+    def _count(self, fork: ForkRecord, finish: ForkFinish) -> None:
+        group = self._groups.get(fork.group)
+        if group is not None:
+            group.past.count(fork, finish)
+        else:
+            self._past_groups.count(fork.group, fork, finish)
 
     def _withdraw(self, scaleup_id: str) -> set[str]:
         """Forget a scale-up; its model, if it was known."""
@@ -283,6 +298,8 @@ class State:
                     group.learn(record)  # it left when it was given up
             elif old is None or not old.live or _plan_of(old) != _plan_of(record):
                 group.follow(record)
+        elif old is not None and (old.live or old.lost) and record.finish is not None and not record.lost:
+            self._past_groups.count(record.group, record, record.finish)
         for listener in list(self._listeners):
             listener(record)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,11 +15,13 @@ from rfork.tracing import TRACEPARENT, TraceContext, Tracer, here
 from rfork.wire import Plan
 
 FORKS: Final = "/v1/forks"
+SCALEUPS: Final = "/v1/scaleups"
 HEADER: Final = TRACEPARENT.encode()
 
 
 class TracedRequests:
-    """Plain ASGI: what targets say of their forks is a span of the trace that the call came with.
+    """Plain ASGI: what targets say of their forks, and others of scale-ups, is a span of the trace that the
+    call came with.
 
     Heartbeats and what people ask are none: they would be most of all spans.
     """
@@ -30,18 +32,18 @@ class TracedRequests:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith(FORKS):
+        told = _told(scope) if scope["type"] == "http" else None
+        if told is None:
             await self._app(scope, receive, send)
             return
-        fork_id, _, what = scope["path"].removeprefix(FORKS).strip("/").partition("/")
-        route = f"{FORKS}/{{fork_id}}/{what}" if what in ("progress", "finish") else FORKS
         with self._tracer.span(
-            f"POST {route}",
+            f"{scope['method']} {told.route}",
             kind="server",
             parent=TraceContext.parse(header(scope, HEADER)),
-            method="POST",
-            route=route,
-            fork=fork_id or None,
+            method=scope["method"],
+            route=told.route,
+            fork=told.fork_id or None,
+            scaleup=told.scaleup_id or None,
         ) as span:
 
             async def send_seen(message: Message) -> None:
@@ -99,3 +101,26 @@ class TracedPlans:
             plan = await add(replace(asked, trace=span.context))
             span.set(reason=plan.reason, routes=len(plan.routes), retry_after_s=plan.retry_after_s)
             return plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A request that is traced: its route, and what its path names."""
+
+    route: str
+    fork_id: str = ""
+    scaleup_id: str = ""
+
+
+def _told(scope: Scope) -> _Told | None:
+    """What a request is traced as; None for those that are not."""
+    method, path = scope["method"], scope["path"]
+    if method == "POST" and path.startswith(FORKS):
+        fork_id, _, what = path.removeprefix(FORKS).strip("/").partition("/")
+        route = f"{FORKS}/{{fork_id}}/{what}" if what in ("progress", "finish") else FORKS
+        return _Told(route, fork_id=fork_id)
+    if method == "POST" and path == SCALEUPS:
+        return _Told(SCALEUPS)
+    if method == "DELETE" and path.startswith(f"{SCALEUPS}/"):
+        return _Told(f"{SCALEUPS}/{{scaleup_id}}", scaleup_id=path.removeprefix(f"{SCALEUPS}/"))
+    return None

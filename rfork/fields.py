@@ -17,6 +17,8 @@ MOST_RANGES: Final = 4096
 MOST_SOURCES: Final = 4096
 MOST_TRANSPORTS: Final = 64
 """Sources of which one fork tells the transport: those that gave most."""
+MOST_RATES: Final = 64
+"""Sources of which one fork tells the rate: the fastest."""
 MOST_NAMES: Final = 1 << 17
 """Characters of the names of all sources that one fork tells of."""
 MOST_TOLD: Final = 1000
@@ -80,6 +82,7 @@ Transports = Annotated[tuple[Label, ...], Field(max_length=16)]
 SourceBytes = Annotated[dict[SourceName, Bytes], Field(max_length=MOST_SOURCES), AfterValidator(_few_letters)]
 Phases = Annotated[dict[Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")], Seconds], Field(max_length=16)]
 """Seconds by phase, in the order in which they began."""
+SourceRates = Annotated[dict[SourceName, BytesPerSecond], Field(max_length=MOST_RATES)]
 SourceTransports = Annotated[dict[SourceName, Label], Field(max_length=MOST_TRANSPORTS)]
 Reasons = Annotated[tuple[Told, ...], BeforeValidator(_last_told)]
 InstanceState = Literal["loading", "serving", "draining"]

@@ -117,11 +117,22 @@ class FleetPlayer:
         return self._planner.ask(request)
 
     def progress(
-        self, instance_id: str, chunks: int, rate: float, plan: Plan, *, seconds: float = 1.0
+        self,
+        instance_id: str,
+        chunks: int,
+        rate: float,
+        plan: Plan,
+        *,
+        seconds: float = 1.0,
+        rates: dict[str, float] | None = None,
     ) -> None:
-        """It has verified so many chunks, and reads at `rate` bytes a second along its plan."""
+        """It has verified so many chunks, and reads at `rate` bytes a second along its plan.
+
+        `rates`: how much of that from each source; without it the same from all.
+        """
         report = self.reports[instance_id]
         got = report.image_bytes * chunks // CHUNKS
+        same = {name: float(part) for name, part in _sources(plan, int(rate)).items()}
         self.reports[instance_id] = report.model_copy(update={"verified": ((0, chunks),) if chunks else ()})
         self._planner.progress(
             f"fork-{instance_id}",
@@ -130,6 +141,7 @@ class FleetPlayer:
                 bytes_read=got,
                 bytes_per_s=rate,
                 sources=_sources(plan, got),
+                source_bytes_per_s=same if rates is None else rates,
                 transports={route.source_id: "http" for route in plan.routes},
                 link_bytes_per_s=max(rate, 1.2 * GB),
                 phases={"capture": 0.1, "offer": 0.05, "plan": 0.1, "transfer": seconds},

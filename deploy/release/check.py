@@ -1,8 +1,9 @@
 """What a release is made of, built and looked at: `make release-check`, here and in the release workflow.
 
-    python -m deploy.release.check [--out dist] [--sbom build/release]
+    python -m deploy.release.check [--out dist] [--sbom build/release] [--repository URL]
 
-1. Source distribution and wheel, from a clean copy of what git knows.
+1. Source distribution and wheel, from a clean copy of what git knows. README's links to files lead to the
+   repository, where its address is given; without, they lead nowhere on a package index, which is said.
 2. Their metadata (twine) and what is in them (check-wheel-contents, and what only we know).
 3. The wheel in an environment of its own, without extras: `rfork version`, `rfork doctor`, the public names.
 4. A bill of materials of that environment (CycloneDX), in JSON.
@@ -23,7 +24,7 @@ import venv
 from pathlib import Path
 from typing import Final
 
-from deploy.release import contents
+from deploy.release import contents, links
 from rfork import __version__
 
 ROOT: Final = Path(__file__).parents[2]
@@ -43,20 +44,23 @@ def main() -> int:
         "--out", type=Path, default=ROOT / "dist", help="folder of the distributions; emptied"
     )
     parser.add_argument("--sbom", type=Path, default=ROOT / "build" / "release", help="folder of the SBOM")
+    parser.add_argument("--repository", default="", help="its https address, for README's links")
     options = parser.parse_args()
     try:
-        check(options.out.resolve(), options.sbom.resolve())
+        check(options.out.resolve(), options.sbom.resolve(), options.repository)
     except (ReleaseError, contents.WrongContents) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def check(out: Path, sbom: Path) -> None:
+def check(out: Path, sbom: Path, repository: str = "") -> None:
     """All steps. Raises ReleaseError or WrongContents."""
     with tempfile.TemporaryDirectory(prefix="rfork-release-") as made:
         folder = Path(made)
         files = clean_copy(folder / "source")
+        if repository:
+            place(files, repository)
         source, wheel = build(files, out)
         step("metadata", [sys.executable, "-m", "twine", "check", "--strict", str(source), str(wheel)])
         step(
@@ -65,6 +69,10 @@ def check(out: Path, sbom: Path) -> None:
         told = contents.check_wheel(wheel, files, __version__)
         contents.check_source(source, __version__)
         print(f"wheel: {told}")
+        if repository:
+            contents.check_links(wheel, repository)
+        else:
+            print("not for an index: README's links would lead nowhere (make release-check REPOSITORY=URL)")
         python = installed(wheel, folder / "venv")
         look(python)
         print(f"sbom: {bill_of_materials(python, versioned(folder), sbom)}")
@@ -84,6 +92,17 @@ def clean_copy(target: Path) -> Path:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, target / name)
     return target
+
+
+def place(source: Path, repository: str) -> None:
+    """Tell a clean copy where the repository is: its README's links lead there, and the metadata names it."""
+    if not repository.startswith("https://"):
+        raise ReleaseError(f"{repository} is no https address of a repository")
+    readme, project = source / "README.md", source / "pyproject.toml"
+    readme.write_text(links.absolute(readme.read_text(), source, repository, f"v{__version__}"))
+    changes = f"{repository}/blob/v{__version__}/CHANGELOG.md"
+    urls = f'\n[project.urls]\nRepository = "{repository}"\nChangelog = "{changes}"\n'
+    project.write_text(project.read_text().replace("\n[project.scripts]", f"{urls}\n[project.scripts]", 1))
 
 
 def build(source: Path, out: Path) -> tuple[Path, Path]:

@@ -9,6 +9,8 @@ from email.parser import Parser
 from pathlib import Path
 from typing import Final
 
+from deploy.release import links
+
 PACKAGES: Final = ("rfork", "planner")
 NEEDED: Final = (
     "rfork/py.typed",
@@ -57,6 +59,17 @@ def check_wheel(wheel: Path, root: Path, version: str) -> str:
     if told != ("rfork", version, LICENCE):
         raise WrongContents(f"{wheel.name} says that it is {told}")
     return f"{len(names)} files, {len(modules(root))} modules, {len(assets(root))} files of the page"
+
+
+def check_links(wheel: Path, repository: str) -> None:
+    """Whether what a package index shows of a wheel leads somewhere. Raises WrongContents."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
+        metadata = Parser().parsestr(archive.read(name).decode())
+    if left := links.relative(str(metadata.get_payload())):
+        raise WrongContents(f"{wheel.name}: README's link to {left[0]} is relative ({len(left)} such)")
+    if f"Repository, {repository}" not in metadata.get_all("Project-URL", ()):
+        raise WrongContents(f"{wheel.name} does not name {repository}")
 
 
 def check_source(source: Path, version: str) -> None:

@@ -1,4 +1,9 @@
-"""What CHANGELOG.md says of a version: `python deploy/release/notes.py VERSION`, with nothing but Python."""
+"""What CHANGELOG.md says of a version, with nothing but Python.
+
+    python -m deploy.release.notes VERSION [REPOSITORY]
+
+With the repository's https address its links lead there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,8 @@ import re
 import sys
 from pathlib import Path
 from typing import Final
+
+from deploy.release import links
 
 CHANGELOG: Final = Path(__file__).parents[2] / "CHANGELOG.md"
 
@@ -20,8 +27,10 @@ def notes(changelog: str, version: str) -> str:
 def main() -> int:
     """The command."""
     try:
-        print(notes(CHANGELOG.read_text(), sys.argv[1]))
-    except (KeyError, IndexError):
+        version, repository = (*sys.argv[1:], "")[:2]
+        told = notes(CHANGELOG.read_text(), version)
+        print(links.absolute(told, CHANGELOG.parent, repository, f"v{version}") if repository else told)
+    except (KeyError, ValueError):
         print(f"error: {CHANGELOG.name} has no section {' '.join(sys.argv[1:])}", file=sys.stderr)
         return 1
     return 0

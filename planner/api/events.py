@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from planner.api import examples
 from planner.api.documents import ALWAYS, REQUEST_ID, Told, problems
+from planner.auth import may_go_on
 from planner.events import Events, ForkChange, Subscription
 from planner.registry import Registry
 from rfork.fields import Identifier
@@ -33,18 +35,25 @@ SAMPLE: Final = f"id: 1\nevent: progress\ndata: {examples.EVENT.model_dump_json(
 class EventStream(StreamingResponse):
     """Sends what a subscription has to tell, in the form of the HTML standard, section 9.2.
 
-    Ends when the subscription is closed, when the reader leaves, and when it takes nothing for `STALLED_S`.
+    Ends when the subscription is closed, when the reader leaves or may not go on, and when it takes nothing
+    for `STALLED_S`.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: Events, subscription: Subscription, now: Callable[[], float], keep_alive_s: float
+        self,
+        events: Events,
+        subscription: Subscription,
+        now: Callable[[], float],
+        may_go_on: Callable[[], bool],
+        keep_alive_s: float,
     ) -> None:
         super().__init__((), headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         self._events = events
         self._subscription = subscription
         self._now = now
+        self._may_go_on = may_go_on
         self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,6 +76,8 @@ class EventStream(StreamingResponse):
         await write(b"retry: %d\n\n" % RETRY_MS)
         while not self._subscription.closed:
             changes = await self._subscription.take(TOGETHER, self._keep_alive_s)
+            if not self._may_go_on():
+                break
             if changes:
                 now = self._now()
                 await write(b"".join(encoded(change, now) for change in changes))
@@ -118,16 +129,20 @@ def events_router(registry: Registry, events: Events, *, keep_alive_s: float = K
         },
     )
     async def follow(
+        request: Request,
         model: Annotated[str | None, Query(description="only forks of this model")] = None,
         fork_id: Annotated[Identifier | None, Query(description="only this fork")] = None,
     ) -> EventStream:
         """Each fork under way at first, and then each change of a fork, as server-sent events.
 
         `event` is the kind: `planned`, `progress` or `ended`. A reader that is slower than the fleet is told
-        the latest state of each fork, and `id` has gaps. After the end of the stream (the planner stops),
-        come again: the first events tell how the forks under way stand.
+        the latest state of each fork, and `id` has gaps. After the end of the stream (the planner stops, or
+        the caller's token is good no more), come again: the first events tell how the forks under way stand.
         """
         await registry.sweep()
-        return EventStream(events, events.subscribe(model=model, fork_id=fork_id), registry.now, keep_alive_s)
+        subscription = events.subscribe(model=model, fork_id=fork_id)
+        return EventStream(
+            events, subscription, registry.now, partial(may_go_on, request.scope), keep_alive_s
+        )
 
     return router

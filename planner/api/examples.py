@@ -90,6 +90,7 @@ PROGRESS: Final = ForkProgress(
     bytes_read=125_829_120,
     bytes_per_s=1.1e9,
     sources={"seed-1": 125_829_120},
+    source_bytes_per_s={"seed-1": 1.1e9},
     transports={"seed-1": "http"},
     phases={"capture": 0.02, "plan": 0.004, "transfer": 0.11},
 )
@@ -100,6 +101,7 @@ FINISH: Final = ForkFinish(
     sources={"seed-1": IMAGE_BYTES},
     efficiency=0.93,
     link_bytes_per_s=1.2e9,
+    source_bytes_per_s={"seed-1": 1.2e9},
     transports={"seed-1": "http"},
     phases={"capture": 0.02, "plan": 0.004, "transfer": 0.28},
 )

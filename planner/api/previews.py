@@ -9,7 +9,7 @@ from fastapi import APIRouter, Body
 
 from planner.api import examples
 from planner.api.documents import ALWAYS, WITH_BODY, Told, answer, named, problems
-from planner.previews import known, preview
+from planner.previews import Snapshot, known, preview, snapshot
 from planner.problems import ProblemError, invalid
 from planner.registry import Registry
 from rfork.wire import Preview, PreviewPage, PreviewRequest
@@ -66,9 +66,14 @@ def previews_router(registry: Registry) -> APIRouter:
         async with room:
             for group in groups:
                 async with turn:
-                    one = known(state, group, request, registry.now() if items else now)
-                    if one is not None:
-                        items.append(await asyncio.to_thread(preview, one))
+                    taken = snapshot(state, group, request, registry.now() if items else now)
+                    if taken is not None:
+                        items.append(await asyncio.to_thread(_previewed, taken))
         return PreviewPage(items=tuple(items))
 
     return router
+
+
+def _previewed(taken: Snapshot) -> Preview:
+    """Run in a thread."""
+    return preview(known(taken))

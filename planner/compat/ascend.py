@@ -56,7 +56,7 @@ GIVEN: Final[Responses] = {
         "description": "a lease on a seed",
         "headers": REQUEST_ID | tells(*SEED, "USER_ID", "LEASE_TTL_SEC"),
     },
-    404: {"description": "no seed of this key has a place", "headers": REQUEST_ID},
+    404: {"description": "no seed of this key has a free slot", "headers": REQUEST_ID},
 }
 LEASED: Final[Responses] = {
     409: {"description": "leased: it gets no new reader, and goes with the last lease", "headers": REQUEST_ID}

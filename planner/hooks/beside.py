@@ -67,10 +67,12 @@ class HooksBeside:
             if self._stopped:
                 hooks.cancel()
             self._stop = lambda: _cancel(loop, hooks)
-        with contextlib.suppress(asyncio.CancelledError):
-            await hooks
-        with self._lock:
-            self._stop = None
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                await hooks
+        finally:  # from then on there is no loop to call
+            with self._lock:
+                self._stop = None
 
 
 @contextlib.contextmanager

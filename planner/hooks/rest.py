@@ -19,6 +19,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from planner.hooks.fleet import PlannerAway
 from rfork.errors import SettingsError
 from rfork.settings import Settings, TlsSettings
+from rfork.tracing import carrier
 from rfork.wire import (
     ForkPage,
     ForkView,
@@ -176,7 +177,7 @@ class RestFleet:
             path,
             params={name: value for name, value in (query or {}).items() if value is not None},
             content=None if body is None else body.model_dump_json(),
-            headers=None if body is None else {"Content-Type": "application/json"},
+            headers=carrier() | ({} if body is None else {"Content-Type": "application/json"}),
         )
         try:
             response = await self._http.send(request)
@@ -223,5 +224,8 @@ def _ssl_context(tls: TlsSettings) -> ssl.SSLContext:
         if tls.certificate and tls.key:
             context.load_cert_chain(tls.certificate, tls.key)
     except (OSError, ssl.SSLError) as error:
-        raise SettingsError(f"the TLS files of the planner's hook cannot be used: {error}") from error
+        raise SettingsError(
+            f"the TLS files that the planner is asked with cannot be used: {error}",
+            hint="mend RFORK_TLS_CA, RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY: each is a PEM file",
+        ) from error
     return context

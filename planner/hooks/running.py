@@ -16,6 +16,7 @@ from planner.listening import address_of, listen, serving
 from rfork.errors import MissingExtra, RforkError
 from rfork.logs import logger
 from rfork.settings import HookName, HookSettings, Settings
+from rfork.tracing import tracer
 
 STOPS: Final = (signal.SIGINT, signal.SIGTERM)
 STOP_S: Final = 8.0
@@ -25,6 +26,10 @@ BACKOFF_S: Final = (1.0, 60.0)
 EXTRA: Final = "kubernetes"
 BROUGHT: Final = frozenset({"cryptography", "httpx2", "lightkube", "msgspec", "yaml"})
 """What the extra brings."""
+WEBHOOK: Final = "rfork-webhook"
+CONTROLLER: Final = "rfork-controller"
+SCALER: Final = "rfork-scaler"
+"""What collectors of spans know the hooks as, whichever process they run in."""
 Run = Callable[[HookSettings, Settings, Status], Awaitable[None]]
 log = logger("planner.hooks")
 
@@ -32,7 +37,7 @@ log = logger("planner.hooks")
 async def _webhook(hook_settings: HookSettings, settings: Settings, status: Status) -> None:
     from planner.hooks.kubernetes import webhook
 
-    await webhook.run(hook_settings, settings, status)
+    await webhook.run(hook_settings, settings, status, tracer(WEBHOOK))
 
 
 async def _controller(hook_settings: HookSettings, settings: Settings, status: Status) -> None:
@@ -45,7 +50,7 @@ async def _controller(hook_settings: HookSettings, settings: Settings, status: S
         closing.push_async_callback(fleet.close)
         cluster = connect(hook_settings)
         closing.push_async_callback(cluster.close)
-        await controller.run(hook_settings, cluster, fleet, status)
+        await controller.run(hook_settings, cluster, fleet, status, tracer=tracer(CONTROLLER))
 
 
 async def _scaler(hook_settings: HookSettings, settings: Settings, status: Status) -> None:
@@ -54,7 +59,7 @@ async def _scaler(hook_settings: HookSettings, settings: Settings, status: Statu
 
     fleet = RestFleet(settings)
     try:
-        await scaler.run(hook_settings, fleet, status)
+        await scaler.run(hook_settings, fleet, status, tracer(SCALER))
     finally:
         await fleet.close()
 

@@ -2,7 +2,7 @@
 
 For who comes late or alone, and for who lost a source. A source must be *fit* (alive, same layout and
 weights, shares a transport, neither draining nor quarantined nor blamed by this fork), have a free
-*seat*, and be *fed* (see `Working.fed`). What the target reads now it goes on reading while that is
+*slot*, and be *fed* (see `Working.fed`). What the target reads now it goes on reading while that is
 good. For the rest: whoever can be read without kernels on its GPU comes first; then whoever shares the
 target's host, so that a node pulls each byte over its NIC once, and there whoever can be read over a
 transport of one host; then the least loaded, so that targets that come one by one form a chain; then
@@ -84,7 +84,7 @@ def _still_from_peers(
     kept: list[tuple[Source, tuple[Range, ...]]] = []
     for share in demand.current:
         source = working.source(share.source_id)
-        if source is None or unfit(source, demand, working.now, reads=True) or not working.seats(source):
+        if source is None or unfit(source, demand, working.now, reads=True) or not working.slots(source):
             continue
         if (source.slow and not source.complete) or source.instance_id == target.instance_id:
             continue
@@ -126,7 +126,7 @@ def _options(
     keeps: Mapping[str, float],
     obstacles: dict[str, str],
 ) -> tuple[list[Option], tuple[Range, ...]]:
-    """Who can give some of the rest, best first, and what only those could that have no seat now.
+    """Who can give some of the rest, best first, and what only those could that have no free slot now.
 
     `keeps`: what part of its speed the target goes on reading from a source.
     """
@@ -144,7 +144,7 @@ def _options(
         gives = () if obstacle else working.fed(source, rest, target)
         if not obstacle and not gives:
             obstacle = unfed(working, source, target)
-        elif not obstacle and not working.seats(source):
+        elif not obstacle and not working.slots(source):
             obstacle = (
                 f"at capacity ({len(working.readers(source.instance_id))} of {source.max_readers} readers)"
             )

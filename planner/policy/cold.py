@@ -76,17 +76,17 @@ def _share(working: Working, readers: list[Demand], able: Mapping[str, Storage])
     """Have as many as can read the snapshot together; returns those that have a plan now."""
     chunk_count = readers[0].target.chunk_count
     nodes = [list(members) for _, members in groupby(sorted(readers, key=node_of), key=node_of)]
-    leaders = [max(members, key=lambda demand: working.seats(demand.target)) for members in nodes]
-    seated = [
+    leaders = [max(members, key=lambda demand: working.slots(demand.target)) for members in nodes]
+    with_slots = [
         leader
         for leader, members in zip(leaders, nodes, strict=True)
-        if working.seats(leader.target) >= 2 + (len(members) > 1)
+        if working.slots(leader.target) >= 2 + (len(members) > 1)
     ]
-    if len(seated) * SHORT > chunk_count:
-        seated.sort(key=where)
-        two_trees(working, seated, (), able)
-        return seated
-    able_to_give = [[each for each in members if working.seats(each.target)] for members in nodes]
+    if len(with_slots) * SHORT > chunk_count:
+        with_slots.sort(key=where)
+        two_trees(working, with_slots, (), able)
+        return with_slots
+    able_to_give = [[each for each in members if working.slots(each.target)] for members in nodes]
     # The first of each node, then the second of each.
     in_turn = [each for turn in zip_longest(*able_to_give) for each in turn if each is not None]
     chosen = sorted((in_turn or readers)[: max(1, chunk_count // SHORT) if in_turn else 1], key=where)

@@ -31,7 +31,7 @@ SPEED_CLASS: Final = 2.0
 
 
 def fan_out(working: Working, demands: Sequence[Demand], candidates: Iterable[Source]) -> list[Demand]:
-    """Decide for targets of one layout that hold nothing; returns those that get no place here.
+    """Decide for targets of one layout that hold nothing; returns those that get no slot here.
 
     All want the same weights and have the same transports; none has failed a source.
     """
@@ -52,7 +52,7 @@ def fan_out(working: Working, demands: Sequence[Demand], candidates: Iterable[So
         _spread(working, mine, sources[:STRIPES], behind)
     for leader in leaders:
         for before, demand in zip([leader, *behind[leader.fork_id]], behind[leader.fork_id], strict=False):
-            if not working.unplanned(before.target.instance_id) and working.seats(before.target):
+            if not working.unplanned(before.target.instance_id) and working.slots(before.target):
                 _read(working, demand, [(before.target, _whole(demand))])
     return [demand for demand in demands if working.unplanned(demand.target.instance_id)]
 
@@ -67,7 +67,7 @@ def feeds_for(working: Working, demands: Sequence[Demand], candidates: Iterable[
     idle: list[Source] = []
     halves: list[Source] = []
     for source in sorted(candidates, key=lambda source: order(working, source, demand.target)):
-        if unfit(source, demand, working.now) or not working.seats(source):
+        if unfit(source, demand, working.now) or not working.slots(source):
             continue
         load = working.load(source, demand.target)
         if working.unplanned(source.instance_id) or (halves and 1.0 - load < HALF):
@@ -90,33 +90,33 @@ def _spread(
     fastest = max((demand.target.ingress_rate or 0.0 for demand in line), default=0.0)
 
     def kind(demand: Demand) -> tuple[bool, int, bool]:
-        few_seats = working.seats(demand.target) < 2 + bool(behind[demand.fork_id])
-        return demand.target.slow, _speed(demand, fastest), few_seats
+        few_slots = working.slots(demand.target) < 2 + bool(behind[demand.fork_id])
+        return demand.target.slow, _speed(demand, fastest), few_slots
 
-    for (_, _, few_seats), members in groupby(
+    for (_, _, few_slots), members in groupby(
         sorted(line, key=lambda demand: (kind(demand), where(demand))), kind
     ):
         alike = list(members)
         short = len(alike) * SHORT <= alike[0].target.chunk_count
-        if short or few_seats or sum(working.seats(feed) for feed in feeds[:2]) < 2:
+        if short or few_slots or sum(working.slots(feed) for feed in feeds[:2]) < 2:
             feeds = _chain(working, alike, feeds, behind)
         else:
             two_trees(working, alike, feeds)
-            seated = [
-                each.target for each in alike if working.seats(each.target) > bool(behind[each.fork_id])
+            with_slot = [
+                each.target for each in alike if working.slots(each.target) > bool(behind[each.fork_id])
             ]
-            feeds = [min(seated, key=working.load)]
+            feeds = [min(with_slot, key=working.load)]
 
 
 def _chain(
     working: Working, line: list[Demand], feeds: list[Source], behind: dict[str, list[Demand]]
 ) -> list[Source]:
-    """Each reads from the last before it that has a place to spare; returns who is read from next."""
+    """Each reads from the last before it that has a slot to spare; returns who is read from next."""
     for demand in line:
-        feeds = [feed for feed in feeds if working.seats(feed)]
+        feeds = [feed for feed in feeds if working.slots(feed)]
         if feeds:
             _read(working, demand, zip(feeds, split(_whole(demand), len(feeds)), strict=False))
-            if working.seats(demand.target) > bool(behind[demand.fork_id]):
+            if working.slots(demand.target) > bool(behind[demand.fork_id]):
                 feeds = [demand.target]
     return feeds
 

@@ -62,7 +62,7 @@ class Working:
 
     def readers(self, instance_id: str) -> Mapping[str, float]:
         """The forks that read from an instance, and what part of all that each reads it reads there."""
-        return self._seated(instance_id)
+        return self._readers_of(instance_id)
 
     def load(self, source: Source, target: Source | None = None) -> float:
         """How many targets' full speed the source is asked for at once, beside a source of weight 1.
@@ -80,7 +80,7 @@ class Working:
         """What part of a target's full speed the source could give without slowing its readers."""
         return max(0.0, 1.0 - self.load(source, target))
 
-    def seats(self, source: Source) -> int:
+    def slots(self, source: Source) -> int:
         """How many more forks may read from the source."""
         return max(0, source.max_readers - len(self.readers(source.instance_id)))
 
@@ -133,7 +133,7 @@ class Working:
     def release(self, demand: Demand) -> None:
         """Take back what the demand's target reads: it is decided anew."""
         for share in self._shares[demand.target.instance_id]:
-            self._seated(share.source_id).pop(demand.fork_id, None)
+            self._readers_of(share.source_id).pop(demand.fork_id, None)
             self._staying(share.source_id).discard(demand.fork_id)
         self._shares[demand.target.instance_id] = ()
 
@@ -181,12 +181,12 @@ class Working:
         speed = SLOW if demand.target.slow else 1.0
         for share in shares:
             if share.source_id != own and share.chunks:
-                self._seated(share.source_id)[demand.fork_id] = speed * count(share.chunks) / total
+                self._readers_of(share.source_id)[demand.fork_id] = speed * count(share.chunks) / total
                 source = self.source(share.source_id)
                 if source is not None and within_host(source, demand.target):
                     self._staying(share.source_id).add(demand.fork_id)
 
-    def _seated(self, instance_id: str) -> dict[str, float]:
+    def _readers_of(self, instance_id: str) -> dict[str, float]:
         if instance_id not in self._readers:
             before = self.group.readers.get(instance_id, {})
             self._readers[instance_id] = {

@@ -1,7 +1,7 @@
 """What would happen if replicas came now: the planner's own policy over replicas that do not exist.
 
-Pure, and without an effect on anything: `known` takes what the planner knows, on the event loop, and
-`preview` decides and predicts from that, wherever there is time for it.
+Pure, and without an effect on anything: `snapshot` takes what the planner knows, on the event loop; `known`
+makes replicas of it that do not exist, and `preview` decides and predicts, wherever there is time for it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Final
 
 from planner import policy
 from planner.fleet import Decision, Demand, Group, Share
-from planner.previews.phantoms import Known, known
+from planner.previews.phantoms import Known, Snapshot, known, snapshot
 from planner.previews.predicting import Rates, predict
 from rfork import wire
 from rfork.image.ranges import count
 from rfork.wire import Preview, PreviewTarget
 
-__all__ = ["Known", "known", "preview"]
+__all__ = ["Known", "Snapshot", "known", "preview", "snapshot"]
 
 ROUNDS: Final = 16
 """How often those are planned again for whom every source was full: a round later others are seeds."""
@@ -27,7 +27,7 @@ ROUNDS: Final = 16
 def preview(known: Known) -> Preview:
     """Who would read what from whom, and when each would be whole.
 
-    Those for whom no place is left are planned again when the others are whole, though a place may be free
+    Those for whom no slot is left are planned again when the others are whole, though a slot may be free
     before that. Where nobody holds the image all of them can read it themselves, if anybody could before.
     """
     group, waiting = known.group, list(known.demands)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -23,8 +23,27 @@ ORIGIN: Final = "0" * 32
 
 
 @dataclass(frozen=True)
+class Snapshot:
+    """One rank of a model at one moment, by values that nothing changes any more: a thread may read them."""
+
+    request: PreviewRequest
+    now: float
+    group: Group
+    """As the policy sees it for these replicas; empty where the request is for a cold start."""
+    sources: Mapping[str, Source]
+    """All members."""
+    forks: Sequence[ForkRecord]
+    """Of this rank and of others."""
+    like: Source
+    """The member that the replicas are taken to be like."""
+    image_bytes: int
+    storage_s: float | None
+    """How long storage takes, where that is known."""
+
+
+@dataclass(frozen=True)
 class Known:
-    """One rank of a model, by values that nothing changes any more: a thread may read them."""
+    """What a preview goes by."""
 
     group: Group
     demands: tuple[Demand, ...]
@@ -40,30 +59,49 @@ class Known:
     now: float
 
 
-def known(state: State, live: LiveGroup, request: PreviewRequest, now: float) -> Known | None:
-    """What a preview of this group goes by; None where nobody tells how large its image is."""
+def snapshot(state: State, live: LiveGroup, request: PreviewRequest, now: float) -> Snapshot | None:
+    """Taken on the event loop, which it holds for a few copies.
+
+    None where nobody tells how large the image is.
+    """
     like = _like(live)
     record = None if like is None else state.instance(like.instance_id)
     if like is None or record is None:
         return None
-    forks = [fork for fork in state.forks() if fork.group == (live.model, live.rank_key)]
-    fastest = _fastest(live, forks)
-    image_bytes, storage_s = record.report.image_bytes, live.durations.storage_s
-    demands = tuple(_demands(like, request))
     if request.cold:
         group = Group(live.model, live.rank_key, {})
     else:
-        group = _still(live.view(demands, state.other_ranks((live.model, live.rank_key))))
+        # The first stands for all: but for their hosts, where nobody is, they are alike.
+        first, others = _demand(like, request, 0), state.other_ranks((live.model, live.rank_key))
+        group = _still(live.view((first,), others, together=request.targets))
+    return Snapshot(
+        request,
+        now,
+        group,
+        dict(live.sources),
+        state.forks(),
+        like,
+        record.report.image_bytes,
+        live.past.durations.storage_s,
+    )
+
+
+def known(taken: Snapshot) -> Known:
+    """What a preview goes by, for all that were asked about."""
+    request, group, like = taken.request, taken.group, taken.like
+    forks = [fork for fork in taken.forks if fork.group == (group.model, group.rank_key)]
+    fastest = _fastest(taken.sources, forks)
+    storage_rate = taken.image_bytes / taken.storage_s if taken.storage_s else STORAGE
     return Known(
         group,
-        demands,
-        _storage(live, forks, given=request.storage_bytes_per_s is not None),
-        image_bytes,
-        0 if request.cold else sum(_gives(each, like, now) for each in live.sources.values()),
+        tuple(_demand(like, request, number) for number in range(request.targets)),
+        _storage(taken.sources, forks, given=request.storage_bytes_per_s is not None),
+        taken.image_bytes,
+        0 if request.cold else sum(_gives(each, like, taken.now) for each in taken.sources.values()),
         request.link_bytes_per_s or fastest or LINK,
         request.link_bytes_per_s is None and fastest is not None,
-        request.storage_bytes_per_s or (image_bytes / storage_s if storage_s else STORAGE),
-        now,
+        request.storage_bytes_per_s or storage_rate,
+        taken.now,
     )
 
 
@@ -83,29 +121,29 @@ def _gives(source: Source, like: Source, now: float) -> bool:
     return alike and source.complete and source.state != "draining" and now >= source.quarantined_until
 
 
-def _demands(like: Source, request: PreviewRequest) -> Iterable[Demand]:
+def _demand(like: Source, request: PreviewRequest, number: int) -> Demand:
+    """Of one of the replicas, the first being 0."""
     digits = len(str(request.targets))
-    for number in range(request.targets):
-        name = f"preview-{number + 1:0{digits}}"
-        host = f"preview-host-{number // request.per_host + 1:0{digits}}"
-        target = replace(
-            like,
-            instance_id=name,
-            address="",
-            weights_id=None,
-            generation=0,
-            state="loading",
-            verified=(),
-            place=Place(host, request.rack, request.zone),
-            expires_at=math.inf,
-            draft=None,
-            storage=(),
-            ingress_rate=None,
-            slow=False,
-            quarantined_until=0.0,
-            quarantine="",
-        )
-        yield Demand(name, target)
+    name = f"preview-{number + 1:0{digits}}"
+    host = f"preview-host-{number // request.per_host + 1:0{digits}}"
+    target = replace(
+        like,
+        instance_id=name,
+        address="",
+        weights_id=None,
+        generation=0,
+        state="loading",
+        verified=(),
+        place=Place(host, request.rack, request.zone),
+        expires_at=math.inf,
+        draft=None,
+        storage=(),
+        ingress_rate=None,
+        slow=False,
+        quarantined_until=0.0,
+        quarantine="",
+    )
+    return Demand(name, target)
 
 
 def _still(group: Group) -> Group:
@@ -113,16 +151,16 @@ def _still(group: Group) -> Group:
     return replace(
         group,
         sources=dict(group.sources),
-        readers={name: dict(readers) for name, readers in group.readers.items()},
+        readers={name: dict(readers) for name, readers in group.readers.items() if readers},
         local={name: frozenset(forks) for name, forks in group.local.items()},
         shares=dict(group.shares),
         holders=None if group.holders is None else dict(group.holders),
     )
 
 
-def _fastest(live: LiveGroup, forks: Iterable[ForkRecord]) -> float | None:
+def _fastest(sources: Mapping[str, Source], forks: Iterable[ForkRecord]) -> float | None:
     """The fastest that a fork of the group read from other hosts."""
-    rates = [source.ingress_rate or 0.0 for source in live.sources.values()]
+    rates = [source.ingress_rate or 0.0 for source in sources.values()]
     for fork in forks:
         last = fork.finish or fork.progress
         if last is None or not last.link_bytes_per_s or ONE_HOST.intersection(last.transports.values()):
@@ -136,12 +174,14 @@ def _fastest(live: LiveGroup, forks: Iterable[ForkRecord]) -> float | None:
     return max(rates, default=0.0) or None
 
 
-def _storage(live: LiveGroup, forks: Iterable[ForkRecord], *, given: bool) -> tuple[Storage, ...]:
+def _storage(
+    sources: Mapping[str, Source], forks: Iterable[ForkRecord], *, given: bool
+) -> tuple[Storage, ...]:
     """What instances of the group could read by themselves, or have: who comes is taken to be able to.
 
     `given`: somebody says how fast storage is, so there is a snapshot where nothing is known.
     """
-    for source in live.sources.values():
+    for source in sources.values():
         if source.storage:
             return source.storage
     for fork in sorted(forks, key=lambda each: each.asked_at, reverse=True):

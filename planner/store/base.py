@@ -3,7 +3,7 @@
 Every replica keeps the whole state in memory (`Store.state`), so that a plan reads no network. A change
 is offered to the store with the version of the group that it was made from: the store takes it whole,
 or, where another replica changed the group in the meantime, refuses it with `Conflict` once `state` is
-up to date. Two replicas so never give one reader's place twice, nor elect two readers.
+up to date. Two replicas so never give one slot to two readers, nor elect two readers.
 """
 
 from __future__ import annotations

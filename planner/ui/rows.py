@@ -7,7 +7,7 @@ reasons are as callers gave them: whoever shows them takes them for text, never 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, TypeVar
 
 from pydantic import JsonValue
 
@@ -15,6 +15,8 @@ from planner.store.records import ForkRecord, InstanceRecord
 from rfork.image.ranges import count, normalise
 
 Row = dict[str, JsonValue]
+
+Amount = TypeVar("Amount", int, float)
 
 MOST_SOURCES: Final = 24
 """Sources of one fork that a row names: those that gave most."""
@@ -41,7 +43,7 @@ def instance_row(record: InstanceRecord, now: float, silent_s: float) -> Row:
         bytes=report.image_bytes,
         chunks=report.chunk_count,
         verified=source.watermark,
-        seats=report.max_readers,
+        slots=report.max_readers,
         readers=len(report.readers),
         egress=report.egress_rate,
         transports=list(report.transports),
@@ -62,7 +64,10 @@ def changes_at(record: InstanceRecord, now: float, silent_s: float) -> float:
 
 
 def fork_row(record: ForkRecord) -> Row:
-    """A fork: its plan as chunks by source (its own id: its storage), how far it is, how it ended."""
+    """A fork: its plan as chunks by source (its own id: its storage), how far it is, how it ended.
+
+    `rates` are those of its sources: now, while it is under way; at best, once it has ended.
+    """
     progress, finish = record.progress, record.finish
     told = finish or progress
     if finish is not None and finish.outcome == "forked":
@@ -90,6 +95,7 @@ def fork_row(record: ForkRecord) -> Row:
         row |= _told(
             read=told.bytes_read,
             sources=_most(told.sources),
+            rates={name: round(rate) for name, rate in _most(told.source_bytes_per_s).items()},
             link=told.link_bytes_per_s,
             transports=_named(told.transports, told.sources),
             phases=dict(told.phases or (progress.phases if progress else {})),
@@ -126,8 +132,8 @@ def _plan(record: ForkRecord) -> dict[str, int]:
     return chunks | ({record.instance_id: own} if own else {})
 
 
-def _most(sources: Mapping[str, int]) -> dict[str, int]:
-    """The sources that gave most; named in the order in which they were told, where they are few."""
+def _most(sources: Mapping[str, Amount]) -> dict[str, Amount]:
+    """The sources that gave most, or fastest; in the order in which they were told, where they are few."""
     if len(sources) <= MOST_SOURCES:
         return dict(sources)
     return dict(sorted(sources.items(), key=lambda item: -item[1])[:MOST_SOURCES])

@@ -1,4 +1,4 @@
-"""`rfork drain`: have instances give no new readers a place, and wait until they may end."""
+"""`rfork drain`: have instances take no new readers, and wait until they may end."""
 
 from __future__ import annotations
 

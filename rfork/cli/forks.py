@@ -104,13 +104,9 @@ def _row(fork: ForkView) -> tuple[Cell, ...]:
 
 
 def source_words(fork: ForkView) -> str:
-    """Who gives, most first: ``1f3a9c2e (http), snapshot:s3://…``."""
-    over = fleet.transports_of(fork)
-    names = [
-        f"{units.source(name)} ({over[name]})" if name in over else units.source(name)
-        for name in fleet.sources_of(fork)
-    ]
-    return ", ".join(names) or "-"
+    """Who gives, most first: ``1f3a9c2e (http), snapshot:s3://…``; of several that give now, how much."""
+    rates = fleet.rates_of(fork) if fork.finish is None else {}
+    return ", ".join(fleet.giver_words(fleet.sources_of(fork), fleet.transports_of(fork), rates)) or "-"
 
 
 def _model(fork: ForkView) -> str:

@@ -22,7 +22,7 @@ from rfork.cli.options import (
     model_name,
 )
 from rfork.cli.progress import Bar, sources_note
-from rfork.errors import ModelError, StorageError
+from rfork.errors import ModelError, SettingsError, StorageError
 from rfork.image import ranges
 from rfork.image.chunks import Chunks
 from rfork.settings import Settings
@@ -73,6 +73,11 @@ def pull(
         chosen = options.load(
             Settings, planner=planner, bind=bind, host=host, egress_rate=egress_rate, deadline_s=deadline
         )
+        if not (chosen.planner or snapshot or chosen.snapshot or checkpoint):
+            raise SettingsError(
+                "no planner is set, and nothing else to read from",
+                hint="pass --planner URL or set RFORK_PLANNER; or name a --snapshot or a --checkpoint",
+            )
         configure_logs(chosen, as_json=as_json, brief=True)
         from rfork.engines import torch as engine
         from rfork.engines.transformers import Unfilled

@@ -60,7 +60,8 @@ class Blueprint:
         The class is that which the config names (`architectures`), unless one is given. Raises ModelError.
         """
         if isinstance(source, Path) and not (source / "config.json").is_file():
-            raise ModelError(f"{source} holds no config.json", hint="name the folder of a Hugging Face model")
+            what = "holds no config.json" if source.is_dir() else "is no folder"
+            raise ModelError(f"{source} {what}", hint="name the folder of a Hugging Face model")
         named = str(source)
         with model_errors(named):
             from transformers import AutoConfig

@@ -34,6 +34,9 @@ def model_errors(source: str | Path) -> Iterator[None]:
         RuntimeError,
         SafetensorError,
     ) as error:
+        if str(source).startswith((".", "/")) and not Path(source).exists():
+            hint = "name the folder of a Hugging Face model"
+            raise ModelError(f"{source} is no folder", hint=hint) from None
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{source}: {first}") from None
 

@@ -74,7 +74,8 @@ def supervise(command: Sequence[str], environment: Mapping[str, str], drain: Dra
                 stop.set()  # what drains ends, and has its say too: a second SIGTERM does no harm
                 engine.send_signal(signal.SIGTERM)
     except OSError as error:
-        raise SettingsError(f"cannot start {command[0]}: {error.strerror}") from None
+        hint = "install the engine in this environment, or give the program's path"
+        raise SettingsError(f"cannot start {command[0]}: {error.strerror}", hint=hint) from None
     finally:
         stop.set()
         for number, handler in before.items():

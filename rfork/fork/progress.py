@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
 from rfork.control.client import PlannerClient
 from rfork.errors import PlannerRefused, PlannerUnreachable
+from rfork.fork.meter import Meter, fastest, timed
 from rfork.fork.puller import Puller
 from rfork.fork.report import transports_of
 from rfork.fork.stopwatch import Stopwatch
@@ -27,38 +27,9 @@ log = logger(__name__)
 
 PROGRESS_S = 1.0
 LOOK_S = PROGRESS_S / 4
-WINDOW_S = 1.0
-"""Rates are those of windows about so long: shorter ones see a chunk that landed, not a link."""
 
 OnProgress = Callable[[ForkProgress, int], None]
 """Told the progress about four times a second, and the image's size in bytes."""
-
-
-class Meter:
-    """The rate now and the best rate, in bytes a second, over windows of about `window_s`."""
-
-    def __init__(self, window_s: float = WINDOW_S) -> None:
-        self.best: float | None = None
-        """None until a window has passed."""
-        self.last = 0.0
-        """Over the last window; until one has passed, the mean so far."""
-        self._window_s = window_s
-        self._points: deque[tuple[float, int]] = deque()
-
-    def add(self, now: float, total: int) -> None:
-        """In all `total` bytes had come at `now`."""
-        self._points.append((now, total))
-        while len(self._points) > 2 and now - self._points[1][0] >= self._window_s:
-            self._points.popleft()
-        began, before = self._points[0]
-        if now > began:
-            self.last = max(0.0, (total - before) / (now - began))
-        if now - began >= self._window_s:
-            self.best = max(self.best or 0.0, self.last)
-
-    def efficiency(self, nbytes: int, seconds: float) -> float | None:
-        """The rate of `nbytes` in `seconds` against the best one; None where that is not known."""
-        return nbytes / seconds / self.best if self.best and seconds else None
 
 
 class Reporter:
@@ -105,14 +76,15 @@ class Reporter:
         while True:
             last = self._done.wait(LOOK_S)
             now = time.monotonic()
-            bytes_read = self._puller.bytes_read
-            self.meter.add(now, bytes_read)
-            shares = self._puller.shares
+            bytes_read, shares = self._puller.bytes_read, self._puller.shares
+            given = {share.source_id: share.verified_bytes for share in shares}
+            self.meter.add(now, bytes_read, timed(given))
             progress = ForkProgress(
                 verified=self._board.verified,
                 bytes_read=bytes_read,
                 bytes_per_s=self.meter.last,
-                sources={share.source_id: share.verified_bytes for share in shares},
+                sources=given,
+                source_bytes_per_s=fastest(self.meter.last_sources),
                 link_bytes_per_s=self.meter.best,
                 transports=transports_of(shares),
                 phases={phase: round(seconds, 4) for phase, seconds in self._watch.phases.items()},

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from rfork import fields
+from rfork.fork.meter import Meter, fastest
 from rfork.fork.stopwatch import Stopwatch
 from rfork.storage.base import name_of
 from rfork.tracing import Span, here
@@ -193,7 +194,7 @@ def finish_of(
     outcome: fields.Outcome,
     watch: Stopwatch,
     pulled: Pulled,
-    link_bytes_per_s: float | None,
+    meter: Meter,
     reasons: Sequence[BaseException],
     report: ForkReport | None,
 ) -> ForkFinish:
@@ -210,7 +211,8 @@ def finish_of(
         reasons=tuple(f"{type(error).__name__}: {error}" for error in reasons),
         bytes_repeated=pulled.bytes_repeated,
         replans=pulled.replans,
-        link_bytes_per_s=link_bytes_per_s,
+        link_bytes_per_s=meter.best,
+        source_bytes_per_s=fastest(meter.best_sources),
         transports=transports_of(sources),
         phases=phases_of(watch, pulled),
     )

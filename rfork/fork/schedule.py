@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from rfork.image import ranges
@@ -22,6 +22,10 @@ class Read:
 
     source_id: str
     chunk: int
+
+
+def _any_number(_source_id: str) -> int:
+    return 1 << 30
 
 
 class Schedule:
@@ -60,10 +64,10 @@ class Schedule:
                 readable.add(chunk)
                 self._queue(chunk)
 
-    def take(self, window: int = 1 << 30) -> Read | None:
+    def take(self, window: Callable[[str], int] = _any_number) -> Read | None:
         """The next read, now in flight; None when no assigned chunk is readable yet.
 
-        From no source that `window` reads are under way from already.
+        From no source that as many reads as its `window` are under way from already.
 
         From the source that has the fewest reads under way, so that several sources are drawn on at
         once, and of its chunks the lowest, so that a chain of relays stays in step.
@@ -72,7 +76,7 @@ class Schedule:
         first = {
             source: heap[0]
             for source, heap in self._ready.items()
-            if load[source] < window and self._fresh(source, heap)
+            if load[source] < window(source) and self._fresh(source, heap)
         }
         source = min(first, key=lambda source: (load[source], first[source]), default=None)
         if source is None:

@@ -29,8 +29,9 @@ from rfork.fork.cold import Offers, Rebound
 from rfork.fork.deadline import Deadline
 from rfork.fork.fallback import Derived, Fallback, LoaderFailed, fall_back
 from rfork.fork.keeper import Keeper
+from rfork.fork.meter import Meter
 from rfork.fork.opening import Opening
-from rfork.fork.progress import Meter, OnProgress, Reporter
+from rfork.fork.progress import OnProgress, Reporter
 from rfork.fork.puller import Puller
 from rfork.fork.replacing import Replacing
 from rfork.fork.report import ForkReport, Pulled, finish_of, own_trace, phases_of, with_read
@@ -295,7 +296,7 @@ class ForkSession:
         """Tell the planner how it ended, which also gives the leases back. Best effort: leases expire."""
         if self._planner is None:
             return
-        finish = finish_of(outcome, self._watch, self._pulled, self._meter.best, reasons, report)
+        finish = finish_of(outcome, self._watch, self._pulled, self._meter, reasons, report)
         try:
             self._planner.finish(self._fork_id, finish)
         except (PlannerUnreachable, PlannerRefused) as error:

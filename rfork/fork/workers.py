@@ -10,6 +10,7 @@ import threading
 import time
 
 from rfork.errors import RforkError, SourceCorrupt, SourceGone, StorageError, TargetError
+from rfork.fields import ONE_HOST
 from rfork.fork.deadline import Deadline
 from rfork.fork.digests import Digests
 from rfork.fork.giver import Giver
@@ -78,17 +79,18 @@ class Workers:
         while True:
             with self._changed:
                 read = None
-                while not self._stopping and (read := self._schedule.take(self._pace.window)) is None:
+                while not self._stopping and (read := self._schedule.take(self._window)) is None:
                     self._changed.wait()
                 if read is None:
                     return
                 feed = self._sources.find(read.source_id)
+                window = self._window(read.source_id)
             error: RforkError | None = None
             digest: bytes | None = None
             try:
                 if feed is None:
                     raise SourceGone("the source was given up")
-                digest = self._fetch(feed, read)
+                digest = self._fetch(feed, read, window)
             except RforkError as caught:
                 error = caught
             except Exception as caught:  # out of memory, or a bug: this side's failure, and not a hang
@@ -97,22 +99,28 @@ class Workers:
             with self._changed:
                 self._settle(feed, read, digest, error)
 
-    def _fetch(self, feed: Giver, read: Read) -> bytes | None:
-        """Read one chunk; returns its digest, where that is wanted."""
+    def _window(self, source_id: str) -> int:
+        """Most reads under way from a source; the caller holds the lock."""
+        feed = self._sources.find(source_id)
+        # Those of this host share no link, and theirs may be slow for want of memory: more at once helps.
+        by_network = feed is None or feed.transport not in ONE_HOST
+        return self._pace.window if by_network else self._settings.window
+
+    def _fetch(self, feed: Giver, read: Read, window: int) -> bytes | None:
+        """Read one chunk; returns its digest, where that is wanted. `window`: the source's, before."""
         begin, end = self._chunks[read.chunk]
         patience = self._settings.stall_s + (end - begin) / self._settings.min_rate
         began = time.monotonic()
         feed.read(begin, end, min(began + patience, self._deadline.at))
         with self._changed:
             self.bytes_read += end - begin
-            before = self._pace.window
             beside = self._schedule.beside(read)
             if isinstance(feed, StorageFeed):
                 # It reads ahead, so a chunk takes as long as it took since the one before.
                 began, beside = feed.advanced_at, 0
             feed.advanced_at = time.monotonic()
             self._pace.arrived(end - begin, feed.advanced_at - began, beside)
-            if self._pace.window > before:
+            if self._window(read.source_id) > window:
                 self._changed.notify_all()
         wanted = self._settings.verify or isinstance(feed, StorageFeed)
         return self._image.digest(read.chunk) if wanted else None

@@ -24,11 +24,13 @@ def host_view(address: int, length: int) -> memoryview:
 
 
 def copy_block(block: memoryview, views: Sequence[memoryview]) -> None:
-    """Copy a writable block into as many bytes of views, in order."""
+    """Copy a writable block into as many bytes of views, in order. Raises ValueError where it has fewer."""
     at = 0
     for view in views:
         part = block[at : at + view.nbytes]
         at += view.nbytes
+        if part.nbytes < view.nbytes:
+            raise ValueError(f"a block of {block.nbytes} bytes is too short for its views")
         if view.nbytes < SMALL:
             view[:] = part
         else:

@@ -58,7 +58,7 @@ class PeerHost(Protocol):
     def open_channel(
         self, fork_id: str, layout_id: str, transports: list[str], address: str
     ) -> tuple[str, Endpoint]:
-        """Give the reader at this IP address a place: its channel's id, how to read. May wait some seconds.
+        """Give the reader at this IP address a slot: its channel's id, how to read. May wait some seconds.
 
         Raises LayoutMismatch, SourceBusy or SourceChanged.
         """

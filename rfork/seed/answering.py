@@ -122,7 +122,7 @@ class Answering(Suspending):
     def open_channel(
         self, fork_id: str, layout_id: str, transports: list[str], address: str
     ) -> tuple[str, Endpoint]:
-        """Give the reader at this address a place, and an endpoint of the first transport both sides have."""
+        """Give the reader at this address a slot, and an endpoint of the first transport both sides have."""
         if layout_id != self.image.layout.layout_id:
             raise LayoutMismatch(f"the source's layout is {self.image.layout.layout_id}, not {layout_id}")
         if self.draining:
@@ -175,7 +175,7 @@ class Answering(Suspending):
     def _part_granted(self) -> float:
         """What part of the rate passes the governor: readers on one-sided transports have the rest.
 
-        Each that has a place has the same; those without (a lease alone reads over http) share in what is
+        Each that has a slot has the same; those without (a lease alone reads over http) share in what is
         granted, of which there is at least one reader's.
         """
         readers = len(self._leases.readers)

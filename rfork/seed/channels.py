@@ -109,7 +109,7 @@ class Channels:
             self._end(channel_id)
 
     def end_all(self) -> bool:
-        """Take all places back, and return once all readers are out; whether there were any."""
+        """Take all slots back, and return once all readers are out; whether there were any."""
         with self._lock:
             ending = list(self._ways)
             for channel_id in ending:

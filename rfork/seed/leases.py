@@ -1,4 +1,4 @@
-"""Who may read from this instance: lease tokens and reader places.
+"""Who may read from this instance: lease tokens and reader slots.
 
 Runs on the source. Tokens are checked here without asking the planner: the planner signs them with a
 key that it gives to this instance alone, in the answer to each heartbeat. While it changes its secret
@@ -102,16 +102,16 @@ class LeaseBook:
         return True
 
     def open(self, fork_id: str) -> str:
-        """Give a reader a place; returns the channel's id.
+        """Give a reader a slot; returns the channel's id.
 
-        Raises SourceBusy when all places are taken, or this fork has `MOST_CHANNELS` already.
+        Raises SourceBusy when all slots are taken, or this fork has `MOST_CHANNELS` already.
         """
         with self._lock:
             self._drop_expired()
             holders = list(self._channels.values())
             readers = set(holders)
             if fork_id not in readers and len(readers) >= self._max_readers:
-                raise SourceBusy(f"all {self._max_readers} reader places are taken")
+                raise SourceBusy(f"all {self._max_readers} reader slots are taken")
             if holders.count(fork_id) >= MOST_CHANNELS:
                 raise SourceBusy(f"fork {fork_id} has {MOST_CHANNELS} channels open, and gets no more")
             channel_id = secrets.token_hex(8)
@@ -124,7 +124,7 @@ class LeaseBook:
             return self._channels.get(channel_id) == fork_id
 
     def close(self, channel_id: str) -> None:
-        """Take a place back; one that is gone is no error."""
+        """Take a slot back; one that is gone is no error."""
         with self._lock:
             self._channels.pop(channel_id, None)
 
@@ -137,7 +137,7 @@ class LeaseBook:
 
     @property
     def readers(self) -> tuple[str, ...]:
-        """The forks that hold a place."""
+        """The forks that hold a slot."""
         with self._lock:
             self._drop_expired()
             return tuple(sorted(set(self._channels.values())))

@@ -110,7 +110,7 @@ class Suspending(Holding):
     def vacate(self) -> None:
         """The memory is about to be given back, and the weights loaded anew elsewhere: let go of it.
 
-        As `suspend`; but whoever comes meanwhile gets a place, over a transport that needs no memory for
+        As `suspend`; but whoever comes meanwhile gets a slot, over a transport that needs no memory for
         that, and waits for the weights as it would for those that are read in place. `occupied` ends it.
         """
         with self._updates:

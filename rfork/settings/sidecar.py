@@ -21,6 +21,6 @@ class SidecarSettings(BaseSettings):
     port: int = Field(8710, ge=0, le=65535, description="port that clients ask at; 0 picks one")
     seed_port: int = Field(0, ge=0, le=65535, description="port, at `RFORK_BIND`, that other sidecars ask at, who show a lease; 0 picks one")
     look_s: float = Field(5.0, gt=0, description="seconds between two looks at the server's health")
-    wait_s: float = Field(60.0, ge=0, description="most seconds that a client waits for a seed with a place")
+    wait_s: float = Field(60.0, ge=0, description="most seconds that a client waits for a seed with a free slot")
     hold_s: float = Field(600.0, gt=0, description="most seconds that a client's lease is held for while its server is not yet healthy")
     mooncake_protocol: str = Field("rdma", validation_alias="MOONCAKE_PROTOCOL", description="what the server's TransferEngine runs over")

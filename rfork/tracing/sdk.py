@@ -44,11 +44,19 @@ PLAIN: Final = frozenset(
 )
 """Headers that each request to the collector carries, besides those that the settings name."""
 STANDARD: Final = {
+    "deployment": "k8s.deployment.name",
     "error_type": "error.type",
     "method": "http.request.method",
+    "namespace": "k8s.namespace.name",
     "path": "url.path",
+    "pod": "k8s.pod.name",
+    "pod_uid": "k8s.pod.uid",
     "route": "http.route",
+    "rpc": "rpc.system.name",
+    "rpc_method": "rpc.method",
+    "rpc_status": "rpc.response.status_code",
     "server": "server.address",
+    "statefulset": "k8s.statefulset.name",
     "status": "http.response.status_code",
 }
 """Attributes that OpenTelemetry has names for."""

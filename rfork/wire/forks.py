@@ -20,6 +20,7 @@ from rfork.fields import (
     Seconds,
     SourceBytes,
     SourceKind,
+    SourceRates,
     SourceTransports,
     StorageKind,
     Told,
@@ -36,6 +37,7 @@ class ForkProgress(WireModel):
     bytes_read: Bytes
     bytes_per_s: BytesPerSecond = Field(description="bytes a second now: in its last second; before one has passed, the mean so far")
     sources: SourceBytes = Field(default_factory=dict, description="verified bytes by source: an instance, or `KIND:URI` for storage")
+    source_bytes_per_s: SourceRates = Field(default_factory=dict, description="verified bytes a second now, by source, over the same second as `bytes_per_s`; of those that give something the 64 fastest")
     link_bytes_per_s: BytesPerSecond | None = Field(None, description="bytes a second in its fastest second, which stands for its link; none: not known yet")
     transports: SourceTransports = Field(default_factory=dict, description="over which each source is read last; storage has none")
     phases: Phases = Field(default_factory=dict, description="seconds in each phase so far, in the order in which they began: the last one goes on")
@@ -51,9 +53,9 @@ class ProgressAck(WireModel):
 class ForkFinish(WireModel):
     """How a fork ended."""
 
-    outcome: Outcome
-    seconds: Seconds
-    bytes_read: Bytes
+    outcome: Outcome = Field(description="forked: by the plan, from peers or from storage that it was elected to read; fallback: loaded by itself after all; failed: no weights; interrupted: told to end before")
+    seconds: Seconds = Field(description="of the whole fork as its target saw it, waits included")
+    bytes_read: Bytes = Field(description="bytes of the chunks that arrived, right or wrong")
     sources: SourceBytes = Field(default_factory=dict, description="verified bytes by source")
     fallback: Told | None = Field(None, description="what was loaded instead, if a fallback was")
     reasons: Reasons = Field((), description="each failure on the way, one line; the last 64 count")
@@ -61,6 +63,7 @@ class ForkFinish(WireModel):
     bytes_repeated: Bytes = Field(0, description="bytes that had to be read again")
     replans: int = Field(0, ge=0, le=1 << 20, description="how often it was planned again")
     link_bytes_per_s: BytesPerSecond | None = Field(None, description="bytes a second in its fastest second, which stands for its link; none: not known")
+    source_bytes_per_s: SourceRates = Field(default_factory=dict, description="verified bytes a second by source, each in its own fastest second; of a fork shorter than that none, of many sources the 64 fastest")
     transports: SourceTransports = Field(default_factory=dict, description="over which each source was read last; storage has none")
     phases: Phases = Field(default_factory=dict, description="seconds in each phase, in the order in which they began")
 

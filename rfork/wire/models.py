@@ -19,7 +19,7 @@ class ModelView(WireModel):
     seeds: int
     relays: int
     forks_running: int
-    storage_bytes: int = Field(0, description="bytes that forks of this rank read from storage since its first instance came; forgotten with its last")
+    storage_bytes: int = Field(0, description="bytes that forks of this rank read from storage; kept for a while after its last instance is gone")
     forked_bytes: int = Field(0, description="bytes that they read from one another")
     storage_s: float | None = Field(None, description="median seconds of the last forks that read it all from storage; none: none did")
     fork_s: float | None = Field(None, description="median seconds of the last forks that read it all from one another")

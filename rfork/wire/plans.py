@@ -99,5 +99,5 @@ class Plan(WireModel):
     )
     retry_after_s: float | None = Field(
         None,
-        description="sources exist but have no place now: ask again after this; none: asking again is no use",
+        description="sources exist but have no free slot now: ask again after this; none: asking again is no use",
     )

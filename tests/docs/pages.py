@@ -7,7 +7,7 @@ A comment before a block says how it is run; without one, it is run as it is, in
     <!-- before: COMMANDS -->   what the reader is not shown, run first
     <!-- not compared: REASON --> what it writes is another thing here
     <!-- exit: N -->            it is to end with N
-    <!-- run by: PATH… -->      the tests of these files, or the blocks of these pages, do the same
+    <!-- run by: PATH… -->      these tests, or the blocks of these pages, do the same: `proofs` looks
     <!-- not run: REASON -->    nothing on a machine like this can
 
 and ``<!-- needs: s3 -->`` anywhere on a page starts an S3 server with the bucket `models`.

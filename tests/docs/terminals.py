@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ MOST_S: Final = 90.0
 LOOK_S: Final = 0.05
 PORT: Final = "8700"
 """The planner's port in the pages: tests use a free one in its place."""
+PLACES: Final = re.compile(r"(?<![\w/:.])(?=/(?:models|checkpoints)/)")
+"""Before the folders of a machine that pages name: in tests they lie in the page's own."""
 
 
 class Failed(Exception):
@@ -95,7 +98,7 @@ class Terminals:
             raise Failed(self._story(block, step, output, f"it did not write:\n{line}"))
 
     def _fitted(self, text: str) -> str:
-        return text.replace(PORT, str(self._port))
+        return PLACES.sub(str(self.folder), text.replace(PORT, str(self._port)))
 
     def _story(self, block: Block, step: Step, output: Path, why: str) -> str:
         wrote = output.read_text() if output.exists() else ""

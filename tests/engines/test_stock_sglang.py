@@ -42,8 +42,9 @@ def test_a_stock_client_serves_what_the_planner_chose(
     with stock(folder, tmp_path, "seed", *given, *bootstrap) as seed, PlannerClient(planner.url) as books:
         seed.wait_ready()
         rfork_process(
-            "sidecar", "--engine", seed.url, "--planner", planner.url, until="sidecar ready", environment=TCP
-        )
+            "sidecar", "--engine", seed.url, "--model", "tiny", "--planner", planner.url,
+            "--bind", "127.0.0.1", until="sidecar ready", environment=TCP,
+        )  # fmt: skip
         wait_until(
             lambda: len(books.instances(state="serving")) == 1, deadline_s=30, what="the seed published"
         )

@@ -17,7 +17,8 @@ from tests.docs.terminals import Terminals
 
 ROOT = Path(__file__).parents[2]
 SLOW = {"docs/snapshots.md", "docs/terminal.md"}
-"""Pages whose commands take more than twenty seconds. The quickstart's do too, and are run at each build."""
+"""Pages left to `make test-all`: each starts ten processes that import torch, one after the other, which is
+half a minute on two idle cores. The quickstart takes as long, and is run at each build nevertheless."""
 RUN = [
     pytest.param(page, id=name_of(page), marks=[pytest.mark.slow] if name_of(page) in SLOW else [])
     for page in pages()

@@ -9,6 +9,7 @@ import pytest
 
 from tests.docs.commands import simple_commands, wrong_command, wrong_python, wrong_variables
 from tests.docs.pages import RUN, SHOWN, Block, blocks, headings, links, missing, name_of, pages, steps
+from tests.docs.proofs import commands_of, unproven
 
 ROOT = Path(__file__).parents[2]
 SPANS = {"make plan"}
@@ -21,28 +22,38 @@ def shell_text(block: Block) -> str:
     return "\n".join([block.said.get("before", ""), *(step.command for step in steps(block))])
 
 
-def runs_something(path: str) -> bool:
-    """Whether a file has tests of its own, or a page has blocks that are run."""
-    file = ROOT / path.partition("::")[0]
-    if file.suffix == ".md":
-        return file.is_file() and any(block.is_run for block in blocks(file))
-    # These two run nothing of a block that another runs.
-    return file.is_file() and file.name not in ("test_docs.py", "test_docs_commands.py")
-
-
 @pytest.mark.parametrize(
-    ("path", "runs"),
+    ("text", "path", "lacks"),
     [
-        ("tests/integration/test_fork_flow.py", True),
-        ("docs/quickstart.md", True),
-        ("tests/integration/test_docs.py", False),
-        ("docs/comparison.md", False),
-        ("tests/integration/test_nothing.py", False),
+        ("rfork pull config --generate x", "docs/quickstart.md", []),
+        ("rfork drain x", "docs/quickstart.md", ["drain"]),
+        ("make test", ".ci/run", []),
+        ("make test-all", ".ci/run", ["make test-all"]),
+        ("vllm serve m --load-format rfork", "tests/engines/test_vllm.py", []),
+        ("RFORK_PLANNER=u vllm serve m --load-format rfork", "tests/engines/test_vllm.py", []),
+        ("RFORK_REPLICA=u vllm serve m", "tests/engines/test_vllm.py", ["RFORK_REPLICA serve"]),
+        ("vllm serve m --rfork-planner x", "tests/engines/test_vllm.py", ["--rfork-planner serve"]),
+        ("rfork status", "docs/comparison.md", ["status"]),
+        ("rfork planner", "tests/integration/test_docs_commands.py", ["planner"]),
+        ("rfork seed x", "tests/integration/test_nothing.py", ["seed"]),
+        ("curl -H h u | grep -q x", "tests/integration/http_transport/test_sources.py", ["-q grep"]),
     ],
 )
-def test_who_may_run_a_block(path: str, runs: bool) -> None:
-    """A test that runs it, or a page whose blocks are run; not the test that leaves out such blocks."""
-    assert runs == runs_something(path)
+def test_who_runs_a_block(text: str, path: str, lacks: list[str]) -> None:
+    """A test, a page or a script that has its commands, with all of their options and variables."""
+    assert lacks == unproven(Block("page.md", 1, "bash", text, {"run by": path}))
+
+
+def test_what_of_a_command_must_be_the_same() -> None:
+    """Its subcommands, options and variables; not its values, nor what the shell does itself."""
+    script = (
+        "export RFORK_LOG_LEVEL=debug\nAB=b rfork snapshot rm s3://x --leftovers # x\ncd x && make demo\n"
+    )
+    assert [{"RFORK_LOG_LEVEL"}, {"AB", "snapshot", "rm", "--leftovers"}, {"make", "demo"}] == commands_of(
+        script
+    )
+    launch = "rfork launch --planner u -- python -m \\\n  sglang.launch_server --model-path m"
+    assert [{"launch", "--planner", "-m", "sglang.launch_server", "--model-path"}] == commands_of(launch)
 
 
 def test_make_bench_names_benchmarks() -> None:
@@ -58,13 +69,13 @@ def test_make_bench_names_benchmarks() -> None:
 
 @PAGES
 def test_every_block_is_run_or_says_why_not(page: Path) -> None:
-    """A block of commands is run by the page's test, by a test that exists, or says what it lacks."""
+    """A block of commands is run by the page's test, by a test that has them, or says what it lacks."""
     wrong = []
     for block in blocks(page):
         if block.language not in RUN | SHOWN:
             wrong.append(f"{block.where}: the language {block.language!r}")
-        elif "run by" in block.said and not all(map(runs_something, paths := block.said["run by"].split())):
-            wrong.append(f"{block.where}: no test {paths}")
+        elif "run by" in block.said and (lacking := unproven(block)):
+            wrong.append(f"{block.where}: {block.said['run by']} do not run {lacking}")
         elif block.said.get("not run", "a reason") == "":
             wrong.append(f"{block.where}: not run, and no reason")
         elif block.language == "console" and not steps(block):

@@ -81,7 +81,7 @@ def readers(planner: PlannerClient) -> Counter[str]:
     )
 
 
-def test_no_place_is_given_twice(replicas: tuple[Replica, Replica]) -> None:
+def test_no_slot_is_given_twice(replicas: tuple[Replica, Replica]) -> None:
     """Rounds of asks against both at a time, forks ending in between: no source is over its capacity."""
     seeds = [f"s{index}" for index in range(4)]
     for index, name in enumerate(seeds):

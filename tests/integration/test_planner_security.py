@@ -165,6 +165,20 @@ def test_tokens_rotate_while_the_planner_runs(start: StartPlanner, tokens: Path)
     assert (True, False) == (f"{tokens}:1" in process.stderr, "work-2" in process.stderr + process.stdout)
 
 
+def test_streams_end_with_their_token(start: StartPlanner, tokens: Path) -> None:
+    """A page that looks, and a reader of events, within seconds; neither is let in again."""
+    _, url = start(PLANNER_TOKENS=tokens)
+    old = {"Authorization": "Bearer look"}
+    with httpx.Client(base_url=url, headers=old, timeout=GIVE_UP_S) as web:
+        with web.stream("GET", "/ui/feed") as feed, web.stream("GET", "/v1/events") as events:
+            lines = feed.iter_lines(), events.iter_lines()
+            first = [next(each) for each in lines]
+            replace(tokens, ROLES.replace("look", "look-2"))
+            ended = [list(each)[-1:] != [] for each in lines]
+        again = [web.get(path).status_code for path in ("/ui/feed", "/v1/events")]
+    assert (["event: begin", "retry: 2000"], [True, True], [401, 401]) == (first, ended, again)
+
+
 def test_a_malformed_tokens_file_ends_the_start(rfork_process: StartRfork, tokens: Path) -> None:
     """One line that names the file and its line, and shows no token."""
     tokens.write_text("reader look\nhidden-secret instance\n")

@@ -16,6 +16,7 @@ from planner.leases import Clock
 from planner.store import keyspace
 from planner.store.base import Change, Conflict, StoreUnavailable
 from planner.store.redis import RedisStore
+from rfork.wire import ForkFinish
 from tests.processes import RedisServer
 from tests.unit.planner.records import GROUP, fork, instance
 
@@ -185,6 +186,26 @@ async def test_a_replica_that_starts_later_knows_everything(make: MakeStore) -> 
         forks_of(later), later.version(GROUP), record.seen_at if record else None,
     )  # fmt: skip
     assert pytest.approx(one.now() - seen_at, abs=2) == later.now() - seen_at
+
+
+async def test_what_forks_told_outlives_their_instances(make: MakeStore) -> None:
+    """At the replica that saw it, at the one that follows, and at one that starts later."""
+    one, other = make(), make()
+    await one.start()
+    await other.start()
+    took = {"snapshot:file:///x": 9.0, "s": 2.0}
+    await one.commit(Change(instances=(instance("s"),), forks=tuple(fork(name) for name in took)))
+    for source, seconds in took.items():
+        finish = ForkFinish(outcome="forked", seconds=seconds, bytes_read=1, sources={source: 1})
+        await other.commit(Change(forks=(fork(source, finish=finish),)))
+    await one.commit(Change(gone=("s",)))
+    later = make()
+    await later.start()
+    await until(lambda: not other.state.groups())
+    assert [([], [7.0])] * 3 == [
+        (store.state.groups(), [past.saved_s for past in store.state.pasts()])
+        for store in (one, other, later)
+    ]
 
 
 async def test_ages_do_not_depend_on_the_machines_clocks(make: MakeStore) -> None:

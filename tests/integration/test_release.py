@@ -1,22 +1,35 @@
-"""The wheel that a release is made of, built as the release workflow builds it, less the package index."""
+"""The wheel that a release is made of, built as the release workflow builds it, less the package index.
+
+And the commands of pages that install it.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
 
-from deploy.release import check, contents
+from deploy.release import check, contents, links
 from rfork import __version__
+from tests.docs.pages import Block
+from tests.docs.proofs import told_to
+
+ROOT = Path(__file__).parents[2]
+REPOSITORY = "https://host.example/people/rfork"
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that git knows."""
-    return check.clean_copy(tmp_path_factory.mktemp("release") / "source")
+    """The files that git knows, told where they are from."""
+    folder = check.clean_copy(tmp_path_factory.mktemp("release") / "source")
+    check.place(folder, REPOSITORY)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +71,62 @@ def test_another_version_is_found(wheel: Path, source: Path) -> None:
     """A wheel is of the version that it says."""
     with pytest.raises(contents.WrongContents):
         contents.check_wheel(wheel, source, "9.9.9")
+
+
+def test_what_an_index_shows_leads_somewhere(wheel: Path) -> None:
+    """Links and pictures of the README are addresses of this version of the repository."""
+    contents.check_links(wheel, REPOSITORY)
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"rfork-{__version__}.dist-info/METADATA").decode()
+    shown = str(Parser().parsestr(metadata).get_payload())
+    at = f"v{__version__}"
+    assert f"({REPOSITORY}/raw/{at}/docs/img/overview.svg)" in shown
+    assert f"({REPOSITORY}/blob/{at}/LICENSE)" in shown
+    sources = links.relative((ROOT / "README.md").read_text())
+    assert len(sources) > 20
+    assert len(sources) == shown.count(f"/{at}/")
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    """A README that was not told where it is from is refused, and so is an address that is none."""
+    wheel = tmp_path / "rfork.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("rfork-1.dist-info/METADATA", "Name: rfork\n\nSee [it](docs/index.md), `[a](b)`.\n")
+    with pytest.raises(contents.WrongContents, match=r"docs/index\.md is relative \(1 such\)"):
+        contents.check_links(wheel, REPOSITORY)
+    with pytest.raises(check.ReleaseError, match="no https address"):
+        check.place(tmp_path, "host.example/people/rfork")
+
+
+@pytest.mark.parametrize("block", told_to(__file__), ids=lambda block: block.where)
+def test_it_is_installed_as_the_pages_say(block: Block, source: Path, wheel: Path, tmp_path: Path) -> None:
+    """From a folder in the index's place, without what it depends on; from a clone, as far as its extras."""
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
+    if "-e" in block.text:
+        # Into the environment that runs this it must not go, and needs not: all that it wants is there.
+        environment["PIP_DRY_RUN"] = "1"
+        folder = Path(shutil.copytree(source, tmp_path / "clone"))
+    else:
+        environment |= {
+            "PIP_FIND_LINKS": str(wheel.parent), "PIP_NO_DEPS": "1", "PIP_TARGET": str(tmp_path / "lib"),
+        }  # fmt: skip
+        folder = tmp_path
+    done = subprocess.run(
+        ["bash", "-e", "-c", block.text],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (0, "") == (done.returncode, done.stderr), done.stdout
+    assert f"Would install rfork-{__version__}" in done.stdout or (tmp_path / "lib/rfork/py.typed").is_file()
 
 
 def copy_of(wheel: Path, folder: Path, without: str = "") -> Path:

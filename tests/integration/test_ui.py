@@ -15,6 +15,7 @@ from planner.service import running
 from rfork.settings import PlannerSettings
 from tests.conftest import StartRfork
 from tests.ui_fleet import (
+    GB,
     LLAMA,
     FleetPlayer,
     advance,
@@ -29,6 +30,20 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 PLANNER = r"planner.*(http://127\.0\.0\.1:\d+)"
 HOSTILE = "<img src=x onerror=alert(1)>"
 SERIOUS = ("serious", "critical")
+WATCH_EDGES = """
+  window.edges = [];
+  let edge = false;
+  const pen = CanvasRenderingContext2D.prototype;
+  const { clearRect, beginPath, bezierCurveTo, stroke } = pen;
+  pen.clearRect = function (...box) { window.edges = []; return clearRect.apply(this, box); };
+  pen.beginPath = function () { edge = false; return beginPath.apply(this); };
+  pen.bezierCurveTo = function (...to) { edge = true; return bezierCurveTo.apply(this, to); };
+  pen.stroke = function (...path) {
+    if (edge) window.edges.push(this.lineWidth);
+    return stroke.apply(this, path);
+  };
+"""
+"""Keeps the widths of the edges of the fork tree as it was drawn last."""
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="NO chromium ON PATH: the planner's page is NOT tested"
@@ -94,6 +109,12 @@ def _open(page: Page, url: str) -> Page:
 
 def _rows(page: Page) -> Locator:
     return page.locator("#treegrid .grid-body [role=row]")
+
+
+def _edges(page: Page) -> list[float]:
+    """How wide the edges of the fork tree are, the thinnest first; after `WATCH_EDGES`."""
+    page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+    return sorted(page.evaluate("window.edges"))
 
 
 def _violations(page: Page) -> list[str]:
@@ -168,6 +189,28 @@ def test_a_fork_is_explained_in_a_dialog(page: Page, fleet: FleetPlayer, planner
     assert [] == _violations(page)
     page.keyboard.press("Escape")
     expect(details).to_be_hidden()
+
+
+def test_each_edge_is_as_thick_as_the_fork_told(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """Of two sources each has the rate that its reader told, and none where that tells of none."""
+    for name, capped in (("fast", 3 * GB), ("slow", GB)):
+        fleet.seed(name, f"a1-{name}", egress_rate=int(capped))
+    plan = fleet.ask("target", "a2-n1", storage=())
+    assert {"fast", "slow"} == {route.source_id for route in plan.routes}
+    fleet.progress("target", 60, 4.1 * GB, plan, rates={"fast": 3.02 * GB, "slow": 1.01 * GB})
+    page.add_init_script(WATCH_EDGES)
+    _open(page, planner)
+    gives = page.locator("#source-rows")
+    for said in ("3.02 GB/s", "1.01 GB/s"):
+        expect(gives).to_contain_text(said)
+    thin, thick = _edges(page)
+    # An edge's width goes by the root of its rate.
+    assert round(3.02 / 1.01, 2) == round((thick / thin) ** 2, 2)
+    _rows(page).filter(has_text="target").first.click()
+    expect(page.locator("#details")).to_contain_text("fast over http at 3.02 GB/s")
+    fleet.progress("target", 61, 3.0 * GB, plan, rates={"fast": 2.99 * GB})
+    expect(gives).to_contain_text("2.99 GB/s")
+    assert [1, thick] == _edges(page)
 
 
 def test_a_thousand_instances_are_drawn_as_far_as_they_are_seen(

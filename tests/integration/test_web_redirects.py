@@ -81,13 +81,16 @@ def test_a_redirect_on_the_same_server_keeps_the_token(front: StorageServer) -> 
     assert ({f"Bearer {TOKEN}"}, 1) == (shown(front), front.connections)
 
 
-def test_a_redirect_that_has_expired_is_asked_for_again(front: StorageServer, server: StorageServer) -> None:
+@pytest.mark.parametrize(("status", "text"), [(403, b"Request has expired"), (400, b"ExpiredToken")])
+def test_a_redirect_that_has_expired_is_asked_for_again(
+    front: StorageServer, server: StorageServer, status: int, text: bytes
+) -> None:
     """Where the place that a redirect led to refuses, the first server is asked for the way once more."""
     front.script.always(to(f"{server.url(NAME)}?signature=secret"))
     with opened(Location.parse(front.url(NAME)), SETTINGS) as blob:
-        server.script.then(Status(403, text=b"Request has expired"))
+        server.script.then(Status(status, text=text))
         assert DATA == part(blob, 0, blob.size)
-    assert (2, [206, 403, 206]) == (len(front.seen()), [seen.status for seen in server.seen()])
+    assert (2, [206, status, 206]) == (len(front.seen()), [seen.status for seen in server.seen()])
 
 
 def test_redirects_in_a_ring_end(front: StorageServer) -> None:

@@ -24,6 +24,7 @@ from docs.site.reference import (
     settings_page,
 )
 from rfork import errors
+from tests.docs.proofs import told_to
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted((DOCS / "reference").glob("*.md"))
@@ -174,9 +175,7 @@ def test_the_example_of_errors_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It ends with what to do where the caller is wrong, and tells all reasons where nothing worked."""
-    (example,) = re.findall(
-        r"^```python\n(.*?)^```", (DOCS / "reference" / "errors.md").read_text(), re.M | re.S
-    )
+    (example,) = (block.text for block in told_to(__file__))
 
     def run(error: errors.RforkError) -> None:
         def fails(*_: object, **__: object) -> None:

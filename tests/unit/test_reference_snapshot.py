@@ -10,13 +10,14 @@ import pytest
 
 from rfork.image import chunks, digest, layout, manifest, safetensors_header
 from rfork.storage.snapshots import files
+from tests.docs.proofs import told_to
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "snapshot-format.md"
 
 
 def test_examples_run(tmp_path: Path) -> None:
     """The page's examples, run one after the other, find in a snapshot what the page says."""
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = [block.text for block in told_to(__file__)]
     assert 5 == len(blocks)
     names: dict[str, object] = {"__name__": "example"}
     with contextlib.chdir(tmp_path):

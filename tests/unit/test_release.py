@@ -97,7 +97,9 @@ def test_publishing_waits_for_the_checks() -> None:
         for name in jobs
     }
     assert ".ci/run" in ran["test"]
-    assert 'python3 deploy/release/notes.py "${TAG#v}"' in ran["build"]
+    assert 'python3 -m deploy.release.notes "${TAG#v}"' in ran["build"]
+    # What is published must know where it is from: without that, README's links lead nowhere on the index.
+    assert 'make release-check REPOSITORY="$GITHUB_SERVER_URL/$GITHUB_REPOSITORY"' in ran["build"]
     assert {"id-token": "write"} == jobs["pypi"]["permissions"]
 
 

@@ -14,6 +14,7 @@ from rfork.settings import TlsSettings
 Files = tuple[bytes, bytes, bytes | None]
 """Key, certificate chain and authorities."""
 CANNOT: Final = "the scaler's TLS files (RFORK_TLS_*) cannot be used"
+PEM: Final = "RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY are PEM files that go together, RFORK_TLS_CA is one too"
 
 
 def server_credentials(tls: TlsSettings) -> grpc.ServerCredentials | None:
@@ -26,7 +27,7 @@ def server_credentials(tls: TlsSettings) -> grpc.ServerCredentials | None:
     try:
         renewal = _Renewal(tls, _read(tls))
     except OSError as error:  # ssl.SSLError is one
-        raise SettingsError(f"{CANNOT}: {error}") from error
+        raise SettingsError(f"{CANNOT}: {error}", hint=PEM) from error
     credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
         _configuration(renewal.files),
         renewal,  # type: ignore[arg-type]  # None: nothing new
@@ -41,14 +42,18 @@ class _Renewal:
     def __init__(self, tls: TlsSettings, files: Files) -> None:
         self.files = files
         self._tls = tls
+        self._trouble = ""
 
     def __call__(self) -> grpc.ServerCertificateConfiguration | None:
         try:
             files = _read(self._tls)
         except OSError as error:
             # Half of a renewal, for example: a certificate that does not go with the key yet.
-            logger("planner.hooks.keda").warning(CANNOT, reason=str(error), used="those read before")
+            if str(error) != self._trouble:  # not at each handshake
+                logger("planner.hooks.keda").warning(CANNOT, reason=str(error), used="those read before")
+            self._trouble = str(error)
             return None
+        self._trouble = ""
         if files == self.files:
             return None
         self.files = files

@@ -9,13 +9,15 @@ from typing import Final
 
 import httpx
 
+from planner.hooks.keda.credentials import CANNOT, PEM
 from planner.hooks.keda.signals import Page, page_of
 from rfork.errors import SettingsError
 from rfork.settings import TlsSettings, host_port
 
 MOST_BYTES: Final = 8 << 20
 """Of one page; a busy vLLM with many engines tells less than one MiB."""
-MOST_AT_ONCE: Final = 64
+MOST_AT_ONCE: Final = 512
+"""Engines that are asked at one time, of all models."""
 HOST: Final = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
 """Nothing that would make another URL of it: instances say themselves where they are."""
 
@@ -81,5 +83,5 @@ def _context(tls: TlsSettings) -> ssl.SSLContext:
         if tls.certificate is not None:
             context.load_cert_chain(tls.certificate, tls.key)
     except OSError as error:  # ssl.SSLError is one
-        raise SettingsError(f"the scaler's TLS files (RFORK_TLS_*) cannot be used: {error}") from error
+        raise SettingsError(f"{CANNOT}: {error}", hint=PEM) from error
     return context

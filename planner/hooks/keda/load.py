@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -17,6 +18,7 @@ from planner.hooks.keda.sharing import Clock, Shared
 from planner.hooks.keda.signals import Announced, Engines, NothingTold, Page, Reading
 from planner.hooks.keda.triggers import OF_ENGINES, Scheme, Trigger
 from rfork.logs import logger
+from rfork.tracing import NO_SPAN, OFF, Span, Tracer, here
 from rfork.wire import InstanceView
 
 KEEP_S: Final = 1.0
@@ -26,6 +28,12 @@ REMEMBER_S: Final = 20.0
 SETTLE_S: Final = 10.0
 """How long after its start the scaler takes "no engine" for "none yet": a planner that started with it (an
 upgrade, a lost node) lists nobody until their next heartbeats."""
+
+
+AT_ONCE: Final = 64
+"""Engines of one model that are asked at one time: where they do not answer, those of another go on."""
+MOST_SILENT: Final = 1000
+"""Ways in which engines are asked of which it is remembered who was silent: any caller may name others."""
 
 
 class Asks(Protocol):
@@ -48,13 +56,19 @@ class Where:
 class Load:
     """What triggers ask for. Of one event loop; what it raises is PlannerAway, or signals.NothingTold."""
 
-    def __init__(self, fleet: Fleet, engines: Asks, clock: Clock, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        engines: Asks,
+        clock: Clock,
+        registry: CollectorRegistry,
+        tracer: Tracer = OFF,
+    ) -> None:
         self._fleet = fleet
+        self._tracer = tracer
         self._engines = engines
         self._clock = clock
-        self._instances: Shared[str, tuple[InstanceView, ...]] = Shared(
-            lambda model: fleet.instances(model=model), KEEP_S, clock
-        )
+        self._instances: Shared[str, tuple[InstanceView, ...]] = Shared(self._list, KEEP_S, clock)
         self._forks: Shared[None, Mapping[str, int]] = Shared(self._count_forks, KEEP_S, clock)
         self._scaleups: Shared[None, Mapping[str, Announced]] = Shared(self._look_ahead, KEEP_S, clock)
         self._asked: Shared[Where, Engines] = Shared(self._ask, KEEP_S, clock)
@@ -92,11 +106,23 @@ class Load:
     async def _awaited(self, model: str) -> Announced:
         return (await self._scaleups.get(None)).get(model, signals.NOBODY)
 
+    async def _list(self, model: str) -> tuple[InstanceView, ...]:
+        with self._planner_asked("/v1/instances"):
+            return await self._fleet.instances(model=model)
+
     async def _count_forks(self, _: None) -> Mapping[str, int]:
-        return signals.forking(await self._fleet.forks())
+        with self._planner_asked("/v1/forks"):
+            return signals.forking(await self._fleet.forks())
 
     async def _look_ahead(self, _: None) -> Mapping[str, Announced]:
-        return signals.announced(await self._fleet.scaleups())
+        with self._planner_asked("/v1/scaleups"):
+            return signals.announced(await self._fleet.scaleups())
+
+    def _planner_asked(self, route: str) -> AbstractContextManager[Span]:
+        """The span of a look at the planner; of a call for which nothing was known any more, or of none."""
+        if here() is None:
+            return NO_SPAN
+        return self._tracer.span(f"GET {route}", kind="client", method="GET", route=route)
 
     async def _ask(self, where: Where) -> Engines:
         instances = await self._instances.get(where.model)
@@ -104,7 +130,11 @@ class Load:
         self._hosts[where.model] = hosts
         if not hosts:
             del self._hosts[where.model]
-        found = await asyncio.gather(*(self._answer(host, where) for host in hosts))
+        places = asyncio.Semaphore(AT_ONCE)
+        traced = self._tracer if here() is not None else OFF
+        with traced.span("ask engines", kind="client", model=where.model, engines=len(hosts)) as span:
+            found = await asyncio.gather(*(self._answer(host, where, places) for host in hosts))
+            span.set(silent=sum(isinstance(answer, str) for answer in found))
         answers = dict(zip(hosts, found, strict=True))
         engines = Engines(
             told={host: page for host, page in answers.items() if not isinstance(page, str)},
@@ -119,26 +149,30 @@ class Load:
         self._say(where, engines)
         return engines
 
-    async def _answer(self, host: str, where: Where) -> Page | str:
+    async def _answer(self, host: str, where: Where, places: asyncio.Semaphore) -> Page | str:
         """What the engine tells, or why nothing is known of it."""
-        try:
-            return await self._engines.read(host, scheme=where.scheme, port=where.port, path=where.path)
-        except EngineSilent as error:
-            return str(error)
+        async with places:
+            try:
+                return await self._engines.read(host, scheme=where.scheme, port=where.port, path=where.path)
+            except EngineSilent as error:
+                return str(error)
 
     def _say(self, where: Where, engines: Engines) -> None:
         """A line when other engines are silent than before."""
         silent = frozenset(engines.silent)
-        if silent == self._silent.get(where, frozenset()):
+        if silent == self._silent.pop(where, frozenset()):
+            if silent:
+                self._silent[where] = silent  # as the one that was looked at last
             return
         if silent:
+            while len(self._silent) >= MOST_SILENT:
+                del self._silent[next(iter(self._silent))]
             self._silent[where] = silent
             self._log.warning(
                 "engines left out", model=where.model, silent=len(silent), told=len(engines.told),
                 reasons=_some(engines.silent),
             )  # fmt: skip
-        else:
-            del self._silent[where]
+        elif engines.told:
             self._log.info("all engines answer again", model=where.model, told=len(engines.told))
 
 

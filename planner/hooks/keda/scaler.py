@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
@@ -30,6 +30,7 @@ from planner.listening import listen
 from rfork.errors import PortInUse
 from rfork.logs import logger
 from rfork.settings import HookSettings, TlsSettings, host_port, load
+from rfork.tracing import OFF, TRACEPARENT, TraceContext, Tracer
 
 if TYPE_CHECKING:
     from grpc.aio import ServicerContext as Context
@@ -41,18 +42,31 @@ PING_S: Final = 60.0
 STOP_GRACE_S: Final = 1.0
 
 
-class Aborts(Protocol):
-    """A call that can be ended with an error."""
+class Called(Protocol):
+    """What is asked of a call's context."""
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
+        """What the caller sent beside the request."""
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
-        """End it."""
+        """End the call with an error."""
+
+
+class _Refusal(Exception):
+    """A call that cannot be answered; its text says why."""
+
+    def __init__(self, code: grpc.StatusCode, why: str) -> None:
+        super().__init__(why)
+        self.code = code
 
 
 class Scaler(ExternalScalerServicer):
     """Answers KEDA: INVALID_ARGUMENT where metadata is no trigger, UNAVAILABLE where a value is not known."""
 
-    def __init__(self, load: Load, status: Status) -> None:
+    def __init__(self, load: Load, status: Status, tracer: Tracer = OFF) -> None:
+        """Each call is a span, but for streams, which may last for ever."""
         self._load = load
+        self._tracer = tracer
         self._ending = asyncio.Event()
         self._streams = Gauge(
             "rfork_scaler_streams", "Push triggers that are listening", registry=status.registry
@@ -68,8 +82,7 @@ class Scaler(ExternalScalerServicer):
         context: Context[pb.ScaledObjectRef, pb.IsActiveResponse],
     ) -> pb.IsActiveResponse:
         """Whether the trigger has anything to do."""
-        trigger = await self._trigger("IsActive", request, context)
-        reading = await self._reading("IsActive", trigger, context)
+        _, reading = await self._answered("IsActive", request, context)
         return pb.IsActiveResponse(result=reading.active)
 
     async def GetMetricSpec(
@@ -78,7 +91,10 @@ class Scaler(ExternalScalerServicer):
         context: Context[pb.ScaledObjectRef, pb.GetMetricSpecResponse],
     ) -> pb.GetMetricSpecResponse:
         """The trigger's metric and its target; asks nobody."""
-        trigger = await self._trigger("GetMetricSpec", request, context)
+        try:
+            trigger = self._trigger("GetMetricSpec", request)
+        except _Refusal as refusal:
+            await self._refuse("GetMetricSpec", context, refusal)
         self._answers.labels("GetMetricSpec", "OK").inc()
         spec = pb.MetricSpec(
             metricName=trigger.name,
@@ -93,8 +109,7 @@ class Scaler(ExternalScalerServicer):
         context: Context[pb.GetMetricsRequest, pb.GetMetricsResponse],
     ) -> pb.GetMetricsResponse:
         """The metric's value, under the trigger's own name for it whatever name is asked for."""
-        trigger = await self._trigger("GetMetrics", request.scaledObjectRef, context)
-        reading = await self._reading("GetMetrics", trigger, context)
+        trigger, reading = await self._answered("GetMetrics", request.scaledObjectRef, context)
         value = pb.MetricValue(
             metricName=trigger.name, metricValue=math.ceil(reading.value), metricValueFloat=reading.value
         )
@@ -109,8 +124,8 @@ class Scaler(ExternalScalerServicer):
 
         While the state is not known, what was said last holds: KEDA's own looks tell it what is wrong.
         """
-        trigger = await self._trigger("StreamIsActive", request, context)
-        active = (await self._reading("StreamIsActive", trigger, context)).active
+        trigger, reading = await self._answered("StreamIsActive", request, context)
+        active = reading.active
         with self._streams.track_inprogress():
             yield pb.IsActiveResponse(result=active)
             while not await self._ended_within(trigger.poll):
@@ -135,28 +150,64 @@ class Scaler(ExternalScalerServicer):
     def _say_turned(self, trigger: Trigger, active: bool) -> None:
         self._log.info("trigger turned", model=trigger.model, metric=trigger.metric, active=active)
 
-    async def _trigger(self, call: str, request: pb.ScaledObjectRef, context: Aborts) -> Trigger:
+    async def _answered(
+        self, call: str, request: pb.ScaledObjectRef, context: Called
+    ) -> tuple[Trigger, Reading]:
+        """The trigger and what it measures now, in a span; a call that cannot be answered is ended."""
+        with self._tracer.span(
+            f"{SERVICE}/{call}",
+            kind="server",
+            parent=_caller(context) if self._tracer.on else None,
+            rpc="grpc",
+            rpc_method=f"{SERVICE}/{call}",
+            namespace=request.namespace or None,
+            scaled_object=request.name or None,
+        ) as span:
+            try:
+                trigger = self._trigger(call, request)
+                span.set(model=trigger.model, metric=trigger.metric)
+                reading = await self._reading(trigger)
+            except _Refusal as error:
+                refusal = error
+                span.set(rpc_status=error.code.name)
+                if error.code is not grpc.StatusCode.INVALID_ARGUMENT:  # which is the caller's own
+                    span.fail(error)
+            else:
+                span.set(rpc_status="OK", value=reading.value, active=reading.active)
+                self._answers.labels(call, "OK").inc()
+                return trigger, reading
+        await self._refuse(call, context, refusal)
+
+    def _trigger(self, call: str, request: pb.ScaledObjectRef) -> Trigger:
+        """What is asked. Raises _Refusal."""
         try:
             return trigger_of(request.scalerMetadata)
         except BadTrigger as error:
             where = f"{request.namespace}/{request.name}"
             self._log.warning("trigger refused", call=call, scaled_object=where, reason=str(error))
-            await self._refuse(call, context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise _Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
 
-    async def _reading(self, call: str, trigger: Trigger, context: Aborts) -> Reading:
+    async def _reading(self, trigger: Trigger) -> Reading:
+        """What the trigger measures now. Raises _Refusal."""
         try:
-            reading = await self._load.read(trigger)
+            return await self._load.read(trigger)
         except (PlannerAway, NothingTold) as error:
-            await self._refuse(call, context, grpc.StatusCode.UNAVAILABLE, str(error))
-        self._answers.labels(call, "OK").inc()
-        return reading
+            raise _Refusal(grpc.StatusCode.UNAVAILABLE, str(error)) from None
 
-    async def _refuse(self, call: str, context: Aborts, code: grpc.StatusCode, why: str) -> NoReturn:
-        self._answers.labels(call, code.name).inc()
-        await context.abort(code, why)
+    async def _refuse(self, call: str, context: Called, refusal: _Refusal) -> NoReturn:
+        self._answers.labels(call, refusal.code.name).inc()
+        await context.abort(refusal.code, str(refusal))
 
 
-async def run(settings: HookSettings, fleet: Fleet, status: Status) -> None:
+def _caller(context: Called) -> TraceContext | None:
+    """The span that a call belongs to, where its caller tells one."""
+    for key, value in context.invocation_metadata() or ():
+        if key == TRACEPARENT:
+            return TraceContext.parse(value)
+    return None
+
+
+async def run(settings: HookSettings, fleet: Fleet, status: Status, tracer: Tracer = OFF) -> None:
     """Serve KEDA at ``RFORK_HOOK_BIND``:``RFORK_HOOK_SCALER_PORT`` until cancelled.
 
     Raises PortInUse, and SettingsError for an address or TLS files of no use.
@@ -164,8 +215,8 @@ async def run(settings: HookSettings, fleet: Fleet, status: Status) -> None:
     tls, log = load(TlsSettings), logger("planner.hooks.keda")
     credentials = server_credentials(tls)
     engines = EngineReader(settings.engine_timeout_s, tls)
-    answers = Load(fleet, engines, time.monotonic, status.registry)
-    scaler, healthy = Scaler(answers, status), health.aio.HealthServicer()  # type: ignore[attr-defined]
+    answers = Load(fleet, engines, time.monotonic, status.registry, tracer)
+    scaler, healthy = Scaler(answers, status, tracer), health.aio.HealthServicer()  # type: ignore[attr-defined]
     server = grpc.aio.server(
         options=[
             ("grpc.so_reuseport", 0),  # or two processes could share one port unnoticed

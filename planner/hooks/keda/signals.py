@@ -26,6 +26,10 @@ LINES: Final = tuple(
 RANKS: Final = frozenset({"tp_rank", "pp_rank", "moe_ep_rank"})
 """Labels that tell ranks of one scheduler apart."""
 
+MOST_SAMPLES: Final = 4000
+LONGEST_SAMPLE: Final = 4096
+"""Of what is read of one page: one that has gone wrong must not hold all other triggers for seconds."""
+
 Page = Mapping[Metric, float]
 """What one engine tells."""
 
@@ -74,10 +78,13 @@ def page_of(body: bytes) -> Page:
 
     Label sets (data-parallel engines behind one server) are summed, of the KV cache's use averaged.
     """
-    wanted = b"\n".join(line for line in body.split(b"\n") if line.startswith(LINES))
+    lines = [line for line in body.split(b"\n") if line.startswith(LINES)]
+    if len(lines) > MOST_SAMPLES or any(len(line) > LONGEST_SAMPLE for line in lines):
+        raise ValueError(f"more than {MOST_SAMPLES} samples, or one of more than {LONGEST_SAMPLE} bytes")
     samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     try:
-        for family in text_string_to_metric_families(wanted.decode("utf-8", "replace") + "\n"):
+        text = b"\n".join(lines).decode("utf-8", "replace")
+        for family in text_string_to_metric_families(f"{text}\n"):
             for sample in family.samples:
                 if 0 <= sample.value < math.inf:
                     samples.setdefault(sample.name, []).append((sample.labels, sample.value))

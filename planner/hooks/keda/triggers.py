@@ -21,6 +21,8 @@ FROM_ENVIRONMENT: Final = "FromEnv"
 PATH: Final = re.compile(r"/[!-\"$->@-~]{0,255}")
 """Of printable characters, without a query or a fragment."""
 LONGEST_MODEL: Final = 1024
+MOST_KEYS: Final = 100
+"""Of the metadata: each that is not known is compared with those that are."""
 SMALLEST: Final = 0.001
 """Kubernetes counts in thousandths."""
 LARGEST: Final = 1e12
@@ -59,6 +61,8 @@ def trigger_of(metadata: Mapping[str, str]) -> Trigger:
 
     Keys that are KEDA's own are passed over, as are others that look like none of ours.
     """
+    if len(metadata) > MOST_KEYS:
+        raise BadTrigger(f"the metadata has {len(metadata)} keys: at most {MOST_KEYS} are read")
     given = {key: value.strip() for key, value in metadata.items() if key in KEYS and value.strip()}
     for key, value in metadata.items():
         plain = key.removesuffix(FROM_ENVIRONMENT)

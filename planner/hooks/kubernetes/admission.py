@@ -8,10 +8,9 @@ and one log line. Nothing but the answer is changed, so dry runs are as any othe
 
 from __future__ import annotations
 
-import base64
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -24,6 +23,7 @@ from starlette.types import ASGIApp
 
 from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.mutate import mutated
+from planner.hooks.kubernetes.patching import json_patch
 from planner.hooks.kubernetes.pods import Refused, asks, wanted
 from planner.hooks.kubernetes.shapes import Document
 from planner.hooks.kubernetes.topology import Topology
@@ -32,6 +32,7 @@ from rfork.errors import SettingsError
 from rfork.fields import told
 from rfork.logs import logger
 from rfork.settings import HookSettings
+from rfork.tracing import OFF, TRACEPARENT, Span, TraceContext, Tracer
 
 Result = Literal["untouched", "injected", "refused", "failed", "malformed"]
 
@@ -51,6 +52,8 @@ class Answer:
     document: Document | None = None
     """The object as it is to be; None: as it is."""
     warnings: tuple[str, ...] = ()
+    model: str | None = None
+    """What the Pod is to serve, for its span."""
 
 
 UNTOUCHED: Final = Answer("untouched")
@@ -68,10 +71,12 @@ def admission_app(
     topology: Topology,
     registry: CollectorRegistry,
     leads: Callable[[], bool] = lambda: False,
+    tracer: Tracer = OFF,
 ) -> ASGIApp:
     """The application. `planner_url` is the one that Pods are told; metrics are put into `registry`.
 
-    `leads`: whether a controller leads now; without one Pods get no readiness gate.
+    `leads`: whether a controller leads now; without one Pods get no readiness gate. Each review of a Pod is a
+    span, of the API server's trace where that tells one; bindings, those of all Pods of a cluster, are none.
     """
     reviews = Counter("rfork_webhook_reviews", "Reviews answered", ("path", "result"), registry=registry)
     seconds = Histogram(
@@ -79,29 +84,51 @@ def admission_app(
     )
     log = logger(__name__)
 
-    def reviewing(path: str, judge: Judge) -> Route:
+    def reviewing(path: str, judge: Judge, tracer: Tracer) -> Route:
         for result in get_args(Result):  # 0 rather than missing: the first failure is a rise
             reviews.labels(path, result)
 
         async def answer(request: Request) -> Response:
             body = await request.body()
+            with tracer.span(
+                f"POST /{path}",
+                kind="server",
+                parent=TraceContext.parse(request.headers.get(TRACEPARENT)),
+                method="POST",
+                route=f"/{path}",
+            ) as span:
+                response = reviewed(body, span)
+                span.set(status=response.status_code)
+                return response
+
+        def reviewed(body: bytes, span: Span) -> Response:
             began = time.perf_counter()
             try:
                 asked, subject = _read(body)
             except Malformed as error:
                 reviews.labels(path, "malformed").inc()
+                span.set(result="malformed")
                 log.warning("not an AdmissionReview", path=path, because=str(error))
                 return PlainTextResponse(f"not an AdmissionReview: {error}\n", 400)
             try:
                 answered = judge(asked, subject)
-                patch = _patch(subject, answered.document)
-            except Exception:  # the outermost edge: a Pod is not held up by a bug of ours
+                patch = json_patch(subject, answered.document)
+            except Exception as error:  # the outermost edge: a Pod is not held up by a bug of ours
+                span.fail(error)
                 log.exception(
                     "review failed: the object is left as it is", path=path, **_whose(asked, subject)
                 )
                 answered, patch = Answer("failed"), None
             response = _response(asked["uid"], patch, answered.warnings)
             reviews.labels(path, answered.result).inc()
+            span.set(
+                # As text that can be sent: nobody has checked the document yet.
+                namespace=str(told(_namespace(asked, subject))) or None,
+                pod=str(told(_name(asked, subject))) or None,
+                model=answered.model,
+                result=answered.result,
+                notes=answered.warnings or None,
+            )
             seconds.labels(path).observe(time.perf_counter() - began)
             return response
 
@@ -118,8 +145,8 @@ def admission_app(
 
     app = Starlette(
         routes=[
-            reviewing("mutate", judge_pod),
-            reviewing("bind", judge_binding),
+            reviewing("mutate", judge_pod, tracer),
+            reviewing("bind", judge_binding, OFF),
             Route("/healthz", healthz, methods=["GET"]),
         ]
     )
@@ -175,7 +202,7 @@ def _judged_pod(
             log.info(
                 "pod injected", model=want.model, container=want.container, engine=want.engine, notes=notes
             )
-            return Answer("injected", document, notes)
+            return Answer("injected", document, notes, want.model)
     log.warning("pod not injected", because=refused.reason)
     return Answer("refused", _annotated(pod, refused), (f"rfork leaves this Pod as it is: {refused.reason}",))
 
@@ -204,42 +231,6 @@ def _judged_binding(asked: Document, binding: Document, topology: Topology) -> A
     return Answer("injected", {**binding, "metadata": {**metadata, "annotations": after}})
 
 
-def _patch(before: Document, after: Document | None) -> str | None:
-    """The JSON Patch (RFC 6902) from one document to another, in base64; None where nothing is to be done."""
-    if after is None or after == before:
-        return None
-    return base64.b64encode(json.dumps([*_operations(before, after)]).encode("ascii")).decode("ascii")
-
-
-def _operations(before: object, after: object, at: str = "") -> Iterator[Document]:
-    """What leads from one value to the other, which is mostly what is added: nothing is looked for elsewhere.
-
-    A general differ (jsonpatch's) takes milliseconds for a Pod, in which the next review waits. Numbers and
-    truth values that Python takes for equal are left as they were: `mutated` changes no such value.
-    """
-    if isinstance(before, dict) and isinstance(after, dict):
-        for key in before.keys() - after.keys():
-            yield {"op": "remove", "path": f"{at}/{_escaped(key)}"}
-        for key, value in after.items():
-            if key not in before:
-                yield {"op": "add", "path": f"{at}/{_escaped(key)}", "value": value}
-            elif before[key] != value:
-                yield from _operations(before[key], value, f"{at}/{_escaped(key)}")
-    elif isinstance(before, list) and isinstance(after, list) and 0 < len(before) <= len(after):
-        for index, (old, new) in enumerate(zip(before, after, strict=False)):
-            if old != new:
-                yield from _operations(old, new, f"{at}/{index}")
-        for value in after[len(before) :]:
-            yield {"op": "add", "path": f"{at}/-", "value": value}
-    else:
-        yield {"op": "replace", "path": at, "value": after}
-
-
-def _escaped(key: str) -> str:
-    """As a part of a JSON Pointer (RFC 6901)."""
-    return key.replace("~", "~0").replace("/", "~1")
-
-
 def _response(uid: str, patch: str | None, warnings: Sequence[str]) -> Response:
     said: Document = {"uid": uid, "allowed": True}
     if patch is not None:
@@ -257,10 +248,22 @@ def _short(warning: str) -> str:
 
 def _whose(asked: Document, subject: Document) -> dict[str, str]:
     """Which object it is about, for log lines: a Pod's name may not be made yet."""
+    name = _name(asked, subject) or f"{_text(_metadata(subject), 'generateName')}…"
+    return {"pod": str(told(f"{_namespace(asked, subject)}/{name}"))}
+
+
+def _namespace(asked: Document, subject: Document) -> str:
+    return _text(asked, "namespace") or _text(_metadata(subject), "namespace")
+
+
+def _name(asked: Document, subject: Document) -> str:
+    """Empty where the API server makes it later, out of `generateName`."""
+    return _text(asked, "name") or _text(_metadata(subject), "name")
+
+
+def _metadata(subject: Document) -> Document:
     metadata = subject.get("metadata")
-    known = metadata if isinstance(metadata, dict) else {}
-    name = _text(asked, "name") or _text(known, "name") or f"{_text(known, 'generateName')}…"
-    return {"pod": str(told(f"{_text(asked, 'namespace') or _text(known, 'namespace')}/{name}"))}
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def _text(document: Document, key: str) -> str:

@@ -101,8 +101,11 @@ class ApiServer:
                     for line in filter(None, lines):
                         event = _document(what, line)
                         if event.get("type") == "ERROR":
-                            status = event.get("object", {})
-                            raise _meaning(what, int(status.get("code", 0)), json.dumps(status).encode())
+                            status = event.get("object")
+                            code = status.get("code") if isinstance(status, dict) else None
+                            raise _meaning(
+                                what, code if isinstance(code, int) else 0, json.dumps(status).encode()
+                            )
                         yield event
         except (httpx2.HTTPError, httpx2.StreamError, OSError) as error:
             raise _away(what, error) from error
@@ -154,7 +157,6 @@ def _meaning(what: str, code: int, content: bytes) -> Exception:
         status = {}
     reason = str(status.get("reason") or "")
     message = f"{what}: {code} {status.get('message') or content[:200].decode(errors='replace')}"
-    causes = (status.get("details") or {}).get("causes") or []
     match code:
         case 404:
             return Gone(message)
@@ -164,18 +166,24 @@ def _meaning(what: str, code: int, content: bytes) -> Exception:
             return Conflict(message)
         case 410:
             return Expired(message)
-        case 504 if any(cause.get("reason") == "ResourceVersionTooLarge" for cause in causes):
+        case 504 if any(cause.get("reason") == "ResourceVersionTooLarge" for cause in _causes(status)):
             return Expired(message)
     return Refused(message, status=code, reason=reason)
 
 
 def _another(status: Document) -> bool:
     """Whether a patch was refused because the object has another UID than it named."""
-    causes = (status.get("details") or {}).get("causes") or []
     # The first since 1.21 or so, the second until then.
     return "UID in precondition" in str(status.get("message")) or any(
-        cause.get("field") == "metadata.uid" for cause in causes
+        cause.get("field") == "metadata.uid" for cause in _causes(status)
     )
+
+
+def _causes(status: Document) -> list[Document]:
+    """What a Status gives as causes, if it is one: a proxy on the way may answer anything."""
+    details = status.get("details")
+    causes = details.get("causes") if isinstance(details, dict) else None
+    return [cause for cause in causes if isinstance(cause, dict)] if isinstance(causes, list) else []
 
 
 def _document(what: str, content: bytes) -> Document:

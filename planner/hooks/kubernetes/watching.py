@@ -191,18 +191,24 @@ async def _watch(
         begun = time.monotonic()
         async with contextlib.aclosing(server.watch(kind.path, asked, silence_s=SILENCE_S)) as events:
             async for event in events:
-                if event["type"] == OPENED:
+                if event.get("type") == OPENED:
                     trouble.opened()
                     continue
                 trouble.worked()
                 document = event.get("object") or {}
-                place.version = str((document.get("metadata") or {}).get("resourceVersion") or place.version)
-                if event["type"] != "BOOKMARK":
+                place.version = str(_about(document).get("resourceVersion") or place.version)
+                if event.get("type") != "BOOKMARK":
                     for seen in _understood(kind, document):
-                        yield Removed(seen) if event["type"] == "DELETED" else Put(seen)
+                        yield Removed(seen) if event.get("type") == "DELETED" else Put(seen)
         if time.monotonic() - begun < SHORTEST_S:
             raise ClusterUnavailable(f"WATCH {kind.path}: ended as soon as it had begun")
         trouble.worked()
+
+
+def _about(document: object) -> Document:
+    """The metadata of what is meant to be an object; empty where it has none."""
+    about = document.get("metadata") if isinstance(document, dict) else None
+    return about if isinstance(about, dict) else {}
 
 
 def _understood(kind: Kind[Seen], document: Document) -> tuple[Seen, ...]:
@@ -210,7 +216,7 @@ def _understood(kind: Kind[Seen], document: Document) -> tuple[Seen, ...]:
     try:
         return (kind.read(document),)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        name = (document.get("metadata") or {}).get("name")
+        name = _about(document).get("name")
         logger(__name__).warning("object_not_understood", of=kind.name, name=name, why=repr(error))
         return ()
 

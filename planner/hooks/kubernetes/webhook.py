@@ -20,11 +20,14 @@ from planner.listening import address_of, listen, serving
 from rfork.errors import SettingsError
 from rfork.logs import logger
 from rfork.settings import HookSettings, Settings
+from rfork.tracing import OFF, Tracer
 
 log = logger("planner.hooks.webhook")
 
 
-async def run(settings: HookSettings, planner_settings: Settings, status: Status) -> None:
+async def run(
+    settings: HookSettings, planner_settings: Settings, status: Status, tracer: Tracer = OFF
+) -> None:
     """Serve until cancelled, and then answer what is under way.
 
     With a folder of certificates no cluster is needed: where none is reached, Pods are not told their node's
@@ -38,7 +41,7 @@ async def run(settings: HookSettings, planner_settings: Settings, status: Status
             "the webhook does not know where Pods find the planner", hint="set RFORK_HOOK_PLANNER"
         )
     live, topology, leading = LiveContext(), Topology(settings), Leading(settings)
-    app = admission_app(settings, url, topology, status.registry, leading)
+    app = admission_app(settings, url, topology, status.registry, leading, tracer)
     async with _keeper(settings, Watch(live, status, Clock())) as keeper:
         listener = listen(
             settings.bind, settings.webhook_port, prefix="RFORK_HOOK_", port_setting="WEBHOOK_PORT"

@@ -40,7 +40,7 @@ export class Details {
 function ofInstance(one, sums) {
   const state = sums.states.get(one.id) ?? "loading";
   const readers = sums.readers.get(one.id) ?? [];
-  const gives = readers.reduce((sum, fork) => sum + flow(sums, fork, one.id), 0);
+  const gives = readers.reduce((sum, fork) => sum + flow(fork, one.id), 0);
   const held = readers.map((fork) => fork.held?.[one.id] ?? 0).filter(Boolean);
   return kept([
     ["Id", name(one.id) === one.id ? "" : one.id],
@@ -50,7 +50,7 @@ function ofInstance(one, sums) {
     ["Where", [one.host, one.rack && `rack ${one.rack}`, one.zone && `zone ${one.zone}`, one.pod && `Pod ${one.pod}`].filter(Boolean).join(", ")],
     ["Holds", `${(one.verified ?? 0).toLocaleString("en")} of ${many(one.chunks ?? 0, "chunk")} (${percent(share(one))} of ${size(one.bytes ?? 0)})`],
     ["Weights", one.weights ? `${one.weights.slice(0, 12)}…, generation ${one.generation ?? 0}` : "not known yet"],
-    ["Gives", `to ${readers.length} of ${many(one.seats ?? 0, "seat")}${gives ? `, ${rate(gives)}` : ""}${one.egress ? `, at most ${rate(one.egress)}` : ""}`],
+    ["Gives", `to ${readers.length} of ${many(one.slots ?? 0, "slot")}${gives ? `, ${rate(gives)}` : ""}${one.egress ? `, at most ${rate(one.egress)}` : ""}`],
     ["Held to", held.length ? `${rate(Math.min(...held))}, by its governor` : ""],
     ["Read by", readers.slice(0, 20).map((fork) => name(fork.instance)).join(", ")],
     ["Offers", (one.transports ?? []).join(", ")],
@@ -64,9 +64,12 @@ function ofFork(fork, sums) {
   const more = left(fork);
   const reads = sourcesOf(fork).map((source) => {
     const over = fork.transports?.[source];
-    return `${sourceName(source)}${over ? ` over ${over}` : ""}${flow(sums, fork, source) ? ` at ${rate(flow(sums, fork, source))}` : ""}`;
+    return `${sourceName(source)}${over ? ` over ${over}` : ""}${flow(fork, source) ? ` at ${rate(flow(fork, source))}` : ""}`;
   });
-  const got = Object.entries(fork.sources ?? {}).map(([source, bytes]) => `${size(bytes)} from ${sourceName(source)}`);
+  const got = Object.entries(fork.sources ?? {}).map(([source, bytes]) => {
+    const best = fork.outcome && fork.rates?.[source];
+    return `${size(bytes)} from ${sourceName(source)}${best ? ` (${rate(best)} in its fastest second)` : ""}`;
+  });
   return kept([
     ["Fork", `${fork.id}, asked ${about(Math.max(0, sums.now - fork.asked))} ago`],
     ["Progress", fork.outcome ? "" : `${percent(share(fork))}${fork.speed ? ` at ${rate(fork.speed)}` : ", gets nothing now"}${more === undefined ? "" : `, about ${about(more)} left`}`],

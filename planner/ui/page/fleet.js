@@ -2,15 +2,16 @@
 
 /**
  * @typedef {{id: string, model: string, rank: string, state: string, host: string, rack?: string, zone?: string, pod?: string,
- *   weights?: string, generation?: number, bytes?: number, chunks?: number, verified?: number, seats?: number, readers?: number,
+ *   weights?: string, generation?: number, bytes?: number, chunks?: number, verified?: number, slots?: number, readers?: number,
  *   egress?: number, transports?: string[], storage?: string[], quarantine?: string, quarantined_until?: number,
  *   missing?: boolean, slow?: boolean, silent?: boolean, since?: number, dp?: number}} Instance
  * @typedef {{id: string, instance: string, model: string, rank: string, state: string, bytes?: number, chunks?: number,
  *   asked: number, heard: number, reason?: string, plan?: Record<string, number>, storage?: Record<string, number>,
- *   verified?: number, read?: number, rate?: number, sources?: Record<string, number>, link?: number,
+ *   verified?: number, read?: number, rate?: number, sources?: Record<string, number>, rates?: Record<string, number>, link?: number,
  *   transports?: Record<string, string>, phases?: Record<string, number>, held?: Record<string, number>, outcome?: string,
  *   seconds?: number, fallback?: string, reasons?: string[], efficiency?: number, repeated?: number, replans?: number,
- *   lost?: boolean, still?: number, speed?: number}} Fork  `still`: since when nothing came, by what it told; `speed`: its rate now
+ *   lost?: boolean, still?: number, speed?: number}} Fork  `rates`: of its sources, now, or at best once
+ *   it has ended; `still`: since when nothing came, by what it told; `speed`: its rate now
  * @typedef {{model: string, rank_key: string, layout_id: string, weights_id: string | null, image_bytes: number, seeds: number,
  *   relays: number, forks_running: number, storage_bytes: number, forked_bytes: number, storage_s: number | null,
  *   fork_s: number | null, saved_s: number}} Model
@@ -40,10 +41,11 @@ export class Fleet {
     this.forks = new Map();
     /** @type {Model[]} */
     this.models = [];
+    /** Seconds that forks took less than storage would have, of models that are gone too; null: not known.
+     * @type {number | null} */
+    this.saved = null;
     /** @type {ScaleUp[]} */
     this.scaleups = [];
-    /** Bytes a second by fork and source. @type {Map<string, Record<string, number>>} */
-    this.rates = new Map();
   }
 
   /** Seconds on the planner's clock. */
@@ -73,21 +75,15 @@ export class Fleet {
   /** @param {any} data */
   change(data) {
     for (const id of data.gone ?? []) this.instances.delete(id);
-    for (const id of data.dropped ?? []) {
-      this.forks.delete(id);
-      this.rates.delete(id);
-    }
+    for (const id of data.dropped ?? []) this.forks.delete(id);
     for (const fields of data.instances ?? []) merge(this.instances, fields);
     for (const fields of data.forks ?? []) {
-      const old = this.forks.get(fields.id);
-      const before = old && { read: old.read ?? 0, sources: old.sources ?? {} };
       const fork = merge(this.forks, fields);
       if (fork.rate) delete fork.still;
       else fork.still ??= fork.heard;
-      if (fork.outcome) this.rates.delete(fork.id);
-      else if (fields.rate !== undefined || fields.sources || fields.plan) this.rates.set(fork.id, parts(fork, before));
     }
     if (data.models) this.models = data.models;
+    if (data.saved_s !== undefined) this.saved = data.saved_s;
     if (data.scaleups) this.scaleups = data.scaleups;
     if (data.ready !== undefined) this.ready = data.ready;
   }
@@ -182,9 +178,9 @@ export function left(fork) {
   return fork.speed ? ((fork.bytes ?? 0) * (1 - share(fork))) / fork.speed : undefined;
 }
 
-/** What a fork reads from a source now, in bytes a second. @param {Sums} sums @param {Fork} fork @param {string} source */
-export function flow(sums, fork, source) {
-  return fork.speed ? (sums.fleet.rates.get(fork.id)?.[source] ?? 0) : 0;
+/** What a fork reads from a source now, in bytes a second, by what it told. @param {Fork} fork @param {string} source */
+export function flow(fork, source) {
+  return fork.speed && !fork.outcome ? (fork.rates?.[source] ?? 0) : 0;
 }
 
 /** When a fork ended, on the planner's clock. @param {Fork} fork */
@@ -204,20 +200,4 @@ function merge(table, fields) {
   }
   table.set(fields.id, row);
   return row;
-}
-
-/** How a fork's rate is made up of its sources: by what each gave since it was told last, else by its plan.
- * @param {Fork} fork @param {{read: number, sources: Record<string, number>} | undefined} before @returns {Record<string, number>} */
-function parts(fork, before) {
-  const total = fork.rate ?? 0;
-  /** @type {Record<string, number>} */
-  const weights = {};
-  for (const [source, chunks] of Object.entries(fork.plan ?? {})) {
-    if (source === fork.instance) for (const [name, own] of Object.entries(fork.storage ?? {})) weights[name] = own;
-    else weights[source] = chunks;
-  }
-  const grown = Object.keys(weights).map((name) => [name, (fork.sources?.[name] ?? 0) - (before?.sources[name] ?? 0)]);
-  const seen = grown.some(([, bytes]) => Number(bytes) > 0) ? Object.fromEntries(grown) : weights;
-  const sum = Object.values(seen).reduce((one, other) => one + Math.max(0, other), 0);
-  return Object.fromEntries(Object.keys(weights).map((name) => [name, sum ? (total * Math.max(0, seen[name])) / sum : 0]));
 }

@@ -39,7 +39,7 @@ export function graphOf(sums, group, wanted) {
     if (!nodes.has(fork.instance)) nodes.set(fork.instance, nodeOf(fork.instance, "silent", { fork }));
     for (const source of sourcesOf(fork)) {
       if (!nodes.has(source)) nodes.set(source, nodeOf(source, source.includes(":/") || fork.storage?.[source] ? "storage" : "failed", {}));
-      reads.push([source, fork.instance, flow(sums, fork, source)]);
+      reads.push([source, fork.instance, flow(fork, source)]);
     }
     const [first] = sourcesOf(fork);
     const node = /** @type {Node} */ (nodes.get(fork.instance));

@@ -43,15 +43,14 @@ function showFigures(sums, { reading, speed, longest, seeds }) {
   const bytes = live.reduce((sum, fork) => sum + (fork.bytes ?? 0), 0);
   const got = live.reduce((sum, fork) => sum + (fork.bytes ?? 0) * share(fork), 0);
   const efficiencies = sums.ended.filter((fork) => fork.outcome === "forked" && fork.efficiency !== undefined).slice(0, LATEST).map((fork) => fork.efficiency ?? 0);
-  const ranks = new Map(fleet.models.map((row) => [`${row.rank_key} ${row.model}`, row]));
-  const saved = [...ranks.values()].filter((row) => row.storage_s !== null && row.fork_s !== null);
+  const saved = fleet.saved;
   const figures = [
     { name: "Under way", value: String(live.length), more: live.length ? `${reading} with a source, ${percent(bytes ? got / bytes : 0)} there` : "no fork" },
     { name: "Rate", value: rate(speed), more: live.length ? "over all forks" : "nothing is read" },
     { name: "Time left", value: longest ? about(longest) : "–", more: longest ? "until the last is whole" : live.length ? "not known yet" : "nothing to wait for" },
     { name: "Seeds", value: String(seeds), more: `of ${many(fleet.instances.size, "instance")}` },
     { name: "Efficiency η", value: efficiencies.length ? median(efficiencies).toFixed(2) : "–", more: efficiencies.length ? `of the link; median of ${many(efficiencies.length, "fork")}` : "not known yet" },
-    { name: "Saved against disk", value: saved.length ? time(saved.reduce((sum, row) => sum + row.saved_s, 0)) : "–", more: saved.length ? "of loading time, by forks that are kept" : "not known yet" },
+    { name: "Saved against disk", value: saved === null ? "–" : time(saved), more: saved === null ? "not known yet" : "of loading time, by forks that are kept" },
   ];
   list(at("figures"), figures, (each) => each.name, (each) => make("div", {}, make("dt", {}, each.name), make("dd.value"), make("dd.more.soft")), (element, each) => {
     say(element.children[1], each.value);

@@ -9,25 +9,25 @@ const SHOWN = 12;
 /** What an end is called, its sign, and its class. @type {[string, string, string][]} */
 const OUTCOMES = [["forked", "✓", "forked"], ["fallback", "▲", "fell back"], ["failed", "✕", "failed"], ["interrupted", "■", "interrupted"]];
 
-/** @typedef {{id: string, readers: number, seats: number, gives: number, held?: number, egress?: number, host: string, state: string}} Source */
+/** @typedef {{id: string, readers: number, slots: number, gives: number, held?: number, egress?: number, host: string, state: string}} Source */
 
 /** @param {import("./fleet.js").Sums} sums @param {(instance: import("./fleet.js").Instance) => boolean} wanted @param {(id: string) => void} open */
 export function showSources(sums, wanted, open) {
   const sources = sourcesOf(sums, wanted);
   at("sources").hidden = !sums.fleet.instances.size;
   const leases = sources.reduce((sum, each) => sum + each.readers, 0);
-  const full = sources.filter((each) => each.readers >= each.seats).length;
+  const full = sources.filter((each) => each.readers >= each.slots).length;
   const rest = sources.length - SHOWN;
-  say(at("sources-words"), sources.length ? `${many(leases, "lease")} of ${many(sources.length, "source")}${full ? `, ${full} with no seat left` : ""}${rest > 0 ? `; the ${SHOWN} that give most` : ""}` : "nobody is read from now");
+  say(at("sources-words"), sources.length ? `${many(leases, "lease")} of ${many(sources.length, "source")}${full ? `, ${full} with no slot left` : ""}${rest > 0 ? `; the ${SHOWN} that give most` : ""}` : "nobody is read from now");
   set(at("sources").querySelector(".scroll") ?? at("sources"), "hidden", sources.length ? undefined : "");
   list(at("source-rows"), sources.slice(0, SHOWN), (each) => each.id, (each) => {
     const source = make("th", { scope: "row" }, make("button.plain", { click: () => open(each.id), title: each.id }, name(each.id)), make("span.soft.tag", {}, each.host));
     return make("tr", {}, source, make("td", {}, make("span.meter", { "aria-hidden": "true" }, make("i")), make("span")), make("td.n"), make("td.n"));
   }, (row, each) => {
-    const [, seats, gives, held] = /** @type {HTMLElement[]} */ ([...row.children]);
-    style(/** @type {HTMLElement} */ (seats.children[0].firstChild), "width", `${Math.min(100, (100 * each.readers) / Math.max(1, each.seats))}%`);
-    set(seats, "data-full", each.readers >= each.seats ? "yes" : undefined);
-    say(seats.children[1], `${each.readers} of ${each.seats}${each.readers >= each.seats ? ", full" : ""}`);
+    const [, slots, gives, held] = /** @type {HTMLElement[]} */ ([...row.children]);
+    style(/** @type {HTMLElement} */ (slots.children[0].firstChild), "width", `${Math.min(100, (100 * each.readers) / Math.max(1, each.slots))}%`);
+    set(slots, "data-full", each.readers >= each.slots ? "yes" : undefined);
+    say(slots.children[1], `${each.readers} of ${each.slots}${each.readers >= each.slots ? ", full" : ""}`);
     say(gives, each.gives ? rate(each.gives) : "–");
     say(held, each.held ? rate(each.held) : each.egress ? `at most ${rate(each.egress)}` : "not held");
   });
@@ -41,9 +41,9 @@ function sourcesOf(sums, wanted) {
     const forks = sums.readers.get(instance.id) ?? [];
     const readers = Math.max(forks.length, instance.readers ?? 0);
     if (!readers || !wanted(instance)) continue;
-    const gives = forks.reduce((sum, fork) => sum + flow(sums, fork, instance.id), 0);
+    const gives = forks.reduce((sum, fork) => sum + flow(fork, instance.id), 0);
     const held = forks.map((fork) => fork.held?.[instance.id] ?? 0).filter((each) => each > 0);
-    found.push({ id: instance.id, readers, seats: instance.seats ?? 0, gives, held: held.length ? Math.min(...held) : undefined, egress: instance.egress, host: instance.host, state: instance.state });
+    found.push({ id: instance.id, readers, slots: instance.slots ?? 0, gives, held: held.length ? Math.min(...held) : undefined, egress: instance.egress, host: instance.host, state: instance.state });
   }
   return found.sort((one, other) => other.gives - one.gives || other.readers - one.readers || (one.id < other.id ? -1 : 1));
 }

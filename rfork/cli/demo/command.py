@@ -21,6 +21,7 @@ from rfork.cli.demo.model import MODEL, default_cache, prepare
 from rfork.cli.demo.processes import Child, ChildFailed, Children, Event
 from rfork.cli.demo.scene import Scene
 from rfork.cli.demo.verdict import Verdict, judge
+from rfork.cli.units import rate
 from rfork.control.client import PlannerClient
 from rfork.errors import StorageError
 
@@ -113,7 +114,10 @@ def _play(folder: Path, bare: Path, egress_rate: int, children: Children) -> Ver
         place = {"RFORK_HOST": f"node-{number}"}
         return children.add(Child(f"fork {number}", arguments, environment={**environment, **place}))
 
-    err.print(f"starting {FORKS} forks at once, from a folder that holds no weights")
+    err.print(
+        f"starting {FORKS} forks at once, from a folder that holds no weights; each instance gives "
+        f"{rate(egress_rate)} at most, to be slow enough to watch (--egress-rate), over http"
+    )
     forks = {f"node-{number}": fork(number) for number in range(1, FORKS + 1)}
     scene.forks_started()
     with (

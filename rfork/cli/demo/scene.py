@@ -17,7 +17,7 @@ from rfork.control.client import PlannerClient
 from rfork.image import ranges
 from rfork.wire import ForkView
 
-BAR = 16
+BAR = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +143,15 @@ class Scene:
         state, style = fork.state, "green" if fork.state == "finished" else "cyan"
         if host == self.victim:
             state, style = "failed", "red"
-        word = "killed (SIGKILL)" if host == self.victim else state
+        # One line of 80 columns: the bar says as much as "running" and "finished".
+        usual = state in ("running", "finished")
+        word = "killed (SIGKILL), " if host == self.victim else "" if usual else f"{state}, "
         return Text(
             f"{host}  {'█' * filled}{'·' * (BAR - filled)} {share:4.0%} {rate:6.1f} MB/s  "
-            f"{word}, from {' and '.join(sources) or '?'}",
+            f"{word}from {', '.join(sources) or '?'}",
             style=style,
+            no_wrap=True,
+            overflow="ellipsis",
         )
 
 

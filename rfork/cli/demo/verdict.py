@@ -88,7 +88,10 @@ class Verdict:
         if self.killed is None:
             yield "no relay was killed: none was half way with a reader behind it at any look"
         else:
-            yield f"killed with SIGKILL: {self.killed}, a relay that had verified {self.killed_at_share:.0%}"
+            yield (
+                f"killed with SIGKILL: {self.killed}, a relay that had verified {self.killed_at_share:.0%}; "
+                f"{max(fork.host for fork in self.forks)} was started in its place"
+            )
         for name, latency in self.latency.items():
             yield (
                 f"seed's answer while {name}: median {latency.median:.3f} s, slowest {latency.slowest:.3f} s "

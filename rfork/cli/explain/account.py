@@ -23,6 +23,8 @@ class Given:
     transport: str | None
     held: int | None
     """Bytes a second that it held all its readers to, where it did."""
+    rate: float | None = None
+    """Bytes a second that the fork told: now, or in its fastest second once it has ended; None: not told."""
 
     @property
     def from_storage(self) -> bool:
@@ -62,14 +64,21 @@ class Account:
         finish, last = fork.finish, fork.finish or fork.progress
         sources = fleet.sources_of(fork)
         total = sum(sources.values())
-        transports = fleet.transports_of(fork)
+        transports, rates = fleet.transports_of(fork), fleet.rates_of(fork)
         return cls(
             fork=fork,
             seconds=finish.seconds if finish is not None else fork.age_s,
             phases=last.phases if last is not None else {},
             link=(last.link_bytes_per_s or None) if last is not None else None,
             given=tuple(
-                Given(name, count, count / total if total else 0.0, transports.get(name), fork.held.get(name))
+                Given(
+                    name,
+                    count,
+                    count / total if total else 0.0,
+                    transports.get(name),
+                    fork.held.get(name),
+                    rates.get(name),
+                )
                 for name, count in sources.items()
             ),
             reasons=finish.reasons if finish is not None else (),
@@ -126,6 +135,7 @@ class Account:
                     "source": each.source,
                     "bytes": each.nbytes,
                     "share": each.share,
+                    "bytes_per_s": each.rate,
                     "transport": each.transport,
                     "held_bytes_per_s": each.held,
                 }

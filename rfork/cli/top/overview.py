@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 
 from rfork.cli import fleet
@@ -11,7 +12,10 @@ from rfork.wire import ForkView, InstanceView, ModelView
 
 @dataclass(frozen=True, slots=True)
 class GoingFork:
-    """A fork under way; `held` are the bytes a second that its sources hold their readers to, the least."""
+    """A fork under way; `held` are the bytes a second that its sources hold their readers to, the least.
+
+    `source_bytes_per_s` is what it told that it reads from each now.
+    """
 
     fork_id: str
     instance_id: str
@@ -24,6 +28,7 @@ class GoingFork:
     eta_s: float | None
     seconds: float
     sources: dict[str, int]
+    source_bytes_per_s: dict[str, float]
     transports: dict[str, str]
     held: int | None
     reason: str
@@ -41,7 +46,10 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Giver:
-    """An instance that gives; `held` are the bytes a second that it gives all its readers at most."""
+    """An instance that gives; `held` are the bytes a second that it gives all its readers at most.
+
+    `bytes_per_s` is what those that read from it told that they get now.
+    """
 
     instance_id: str
     host: str
@@ -49,7 +57,8 @@ class Giver:
     rank: str
     state: str
     readers: int
-    places: int
+    slots: int
+    bytes_per_s: float
     held: int | None
 
 
@@ -104,7 +113,8 @@ def overview(seen: Fleet) -> Overview:
         troubles=tuple(_troubles(seen.instances)),
         givers=tuple(
             sorted(
-                _givers(seen.instances), key=lambda giver: (-giver.readers, giver.model, giver.instance_id)
+                _givers(seen.instances, going),
+                key=lambda giver: (-giver.readers, giver.model, giver.instance_id),
             )
         ),
         ended=tuple(_ended(fork, hosts.get(fork.instance_id, "")) for fork in ended),
@@ -125,6 +135,7 @@ def _going(fork: ForkView, host: str) -> GoingFork:
         eta_s=fleet.eta_s(fork),
         seconds=fork.age_s,
         sources=fleet.sources_of(fork),
+        source_bytes_per_s=dict(fleet.rates_of(fork)),
         transports=dict(fleet.transports_of(fork)),
         held=min(fork.held.values(), default=None),
         reason=fork.reason,
@@ -159,8 +170,11 @@ def _troubles(instances: tuple[InstanceView, ...]) -> list[Trouble]:
     ]
 
 
-def _givers(instances: tuple[InstanceView, ...]) -> list[Giver]:
+def _givers(instances: tuple[InstanceView, ...], going: tuple[GoingFork, ...]) -> list[Giver]:
     """Seeds, and relays that somebody reads from."""
+    gives: Counter[str] = Counter()
+    for fork in going:
+        gives.update(fork.source_bytes_per_s)
     return [
         Giver(
             instance_id=report.instance_id,
@@ -169,7 +183,8 @@ def _givers(instances: tuple[InstanceView, ...]) -> list[Giver]:
             rank=report.rank.key,
             state=report.state,
             readers=len(report.readers),
-            places=report.max_readers,
+            slots=report.max_readers,
+            bytes_per_s=gives[report.instance_id],
             held=report.egress_rate,
         )
         for report in (view.report for view in instances)

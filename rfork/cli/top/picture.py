@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -123,7 +123,7 @@ def _going(forks: Sequence[GoingFork]) -> Section:
             units.rate(fork.bytes_per_s),
             "-" if fork.eta_s is None else units.duration(fork.eta_s),
             fork.phase,
-            _from(fork.sources, fork.transports) or fork.reason,
+            _from(fork.sources, fork.transports, fork.source_bytes_per_s) or fork.reason,
             "" if fork.held is None else Text(units.rate(fork.held), style="yellow"),
         )
         for fork in forks
@@ -182,6 +182,7 @@ def _givers(seen: Overview) -> Section:
         Column("model", least=8, spare=1),
         Column("as", spare=2),
         Column("readers", right=True),
+        Column("gives", right=True, spare=3),
         Column("held to", right=True),
     )
     words = {"serving": "seed", "loading": "relay", "draining": "draining"}
@@ -190,7 +191,8 @@ def _givers(seen: Overview) -> Section:
             _where(giver.instance_id, giver.host),
             _model(giver.model, giver.rank),
             words[giver.state],
-            f"{giver.readers} of {giver.places}",
+            f"{giver.readers} of {giver.slots}",
+            units.rate(giver.bytes_per_s) if giver.bytes_per_s else "",
             "" if giver.held is None else Text(units.rate(giver.held), style="yellow"),
         )
         for giver in seen.givers
@@ -243,16 +245,13 @@ def _model(model: str, rank_key: str) -> str:
     return model if rank == "-" else f"{model} {rank}"
 
 
-def _from(sources: dict[str, int], transports: dict[str, str]) -> str:
-    return ", ".join(
-        f"{units.source(name)} ({transports[name]})" if name in transports else units.source(name)
-        for name in sources
-    )
+def _from(sources: Iterable[str], transports: Mapping[str, str], rates: Mapping[str, float]) -> str:
+    return ", ".join(fleet.giver_words(sources, transports, rates))
 
 
 def _how(fork: EndedFork) -> Cell:
     if fork.outcome == "forked":
-        return _from(fork.sources, fork.transports)
+        return _from(fork.sources, fork.transports, {})
     return Text(fork.reasons[-1] if fork.reasons else "no reason told", style="dim")
 
 

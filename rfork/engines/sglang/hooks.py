@@ -15,6 +15,7 @@ from torch import nn
 from rfork.engines.instance import instance_of
 from rfork.engines.sglang import points
 from rfork.engines.sglang.updating import Updates
+from rfork.engines.wrapping import after, before
 from rfork.errors import EngineMismatch, RforkError
 from rfork.logs import logger
 
@@ -33,27 +34,24 @@ BEGAN = "rfork_began"
 @cache
 def install() -> None:
     """Hook this process's SGLang. Again is harmless. Raises EngineMismatch where it is not as known."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
-
     if moved := points.moved(points.SCHEDULING):
         raise EngineMismatch(points.told(moved), hint="install a version of SGLang that was tested")
     updates = Updates()
-    for point, hook, kind in (
-        (points.FROM_DISK, updates.from_disk, HookType.AROUND),
-        (points.FROM_IPC, updates.from_ipc, HookType.AROUND),
-        (points.FROM_TENSOR, updates.within, HookType.AROUND),
-        (points.FROM_DISTRIBUTED, updates.within, HookType.AROUND),
-        (points.BEGIN_UPDATE, updates.begin, HookType.AROUND),
-        (points.END_UPDATE, updates.end, HookType.AROUND),
-        (points.RELEASE_MEMORY, updates.release, HookType.AROUND),
-        (points.RESUME_MEMORY, updates.resume, HookType.AFTER),
-        (points.RUN_BATCH, _run_batch, HookType.AROUND),
-        (points.PROCESS_RESULT, _process_result, HookType.BEFORE),
-        (points.RUN_LOOP, _settle, HookType.BEFORE),
-        (points.RELEASE_HOST, _leave, HookType.BEFORE),
+    for point, wrapper in (
+        (points.FROM_DISK, updates.from_disk),
+        (points.FROM_IPC, updates.from_ipc),
+        (points.FROM_TENSOR, updates.within),
+        (points.FROM_DISTRIBUTED, updates.within),
+        (points.BEGIN_UPDATE, updates.begin),
+        (points.END_UPDATE, updates.end),
+        (points.RELEASE_MEMORY, updates.release),
+        (points.RESUME_MEMORY, after(updates.resume)),
+        (points.RUN_BATCH, _run_batch),
+        (points.PROCESS_RESULT, before(_process_result)),
+        (points.RUN_LOOP, before(_settle)),
+        (points.RELEASE_HOST, before(_leave)),
     ):
-        HookRegistry.register(point, hook, kind, source=HookSource(*points.SOURCE))
-    HookRegistry.apply_hooks()
+        points.hook(point, wrapper)
 
 
 def _run_batch(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rfork.control.client import PlannerClient
 from rfork.control.draining import drain_replica
 from rfork.engines.sglang import points
+from rfork.engines.wrapping import after, before
 from rfork.errors import RforkError
 from rfork.logs import logger
 from rfork.settings import Settings
@@ -25,13 +26,9 @@ log = logger(__name__)
 
 def install(settings: Settings) -> None:
     """Hook this process's SGLang."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
-
     leaving = Leaving(settings)
-    source = HookSource(*points.SOURCE)
-    HookRegistry.register(points.ON_SIGTERM, leaving.on_sigterm, HookType.AFTER, source=source)
-    HookRegistry.register(points.DISPATCH, leaving.before_dispatch, HookType.BEFORE, source=source)
-    HookRegistry.apply_hooks()
+    points.hook(points.ON_SIGTERM, after(leaving.on_sigterm))
+    points.hook(points.DISPATCH, before(leaving.before_dispatch))
 
 
 class Leaving:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Sequence
 from typing import Final
 
 from rfork.engines import points as common
 from rfork.engines.points import Moved, Point
 from rfork.engines.points import moved as moved
+from rfork.engines.wrapping import Method, wrap
 
-SOURCE = ("rfork", "rfork")
-"""Plug-in and distribution, as SGLang names in its log who hooked what."""
 TESTED: Final = ("0.5.23",)
 """Versions of SGLang that forks were seen with."""
 
@@ -40,8 +40,7 @@ ON_SIGTERM = f"{TOKENIZER}.SignalHandler.sigterm_handler"
 DISPATCH = f"{TOKENIZER}.TokenizerManager._dispatch_to_scheduler"
 
 EARLY = (
-    Point("sglang.srt.plugins.hook_registry.HookRegistry.register", ("target", "hook", "source")),
-    Point("sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks"),
+    Point("sglang.srt.plugins.hook_registry.HookRegistry.register", ("target", "hook")),
     Point("sglang.srt.arg_groups.choices.add_load_format_choices"),
     Point(ADD_CLI_ARGS, ("parser",)),
     Point(FROM_CLI_ARGS, ("args",)),
@@ -87,6 +86,16 @@ LAUNCHING = (
     Point(DISPATCH, ("self",)),
 )
 """What is hooked in the launcher."""
+
+
+def hook(method: str, wrapper: Method) -> None:
+    """Wrap a method, named by its path, of a class of SGLang's, as `rfork.engines.wrapping` says.
+
+    What SGLang has not applied by then is not left to its `HookRegistry`: that looks for each function in all
+    modules of the process, a third of a second for a dozen, and passes over what another plug-in has hooked.
+    """
+    owner, _, name = method.rpartition(".")
+    wrap(pkgutil.resolve_name(owner), name, wrapper)
 
 
 def told(moved: Moved, tested: Sequence[str] = TESTED) -> str:

@@ -8,7 +8,6 @@ answers while its seeds are drained, for no longer than anybody reads, and the s
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from uuid import uuid4
 
 from rfork.commands import LOAD_FORMAT
+from rfork.engines.wrapping import wrap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 REPLICA: Final = "RFORK_REPLICA"
 """The variable that tells the engines' processes what their ids begin with."""
-WRAPPED: Final = "rfork_wrapped"
 SETTINGS: Final = "rfork_settings"
 """Of a manager: the settings of the server whose engines it starts."""
 
@@ -43,20 +42,15 @@ def watch_over_servers() -> None:
     """Wrap the class that starts engines, in a process that has imported it. Again is harmless."""
     module = sys.modules.get("vllm.v1.engine.utils")
     manager: Any = getattr(module, "CoreEngineProcManager", None)
-    if manager is None or hasattr(manager.shutdown, WRAPPED):
-        return
-    manager.__init__ = _starting(manager.__init__)
-    manager.shutdown = _stopping(manager.shutdown)
+    if manager is not None:
+        wrap(manager, "__init__", _start)
+        wrap(manager, "shutdown", _stop)
 
 
-def _starting(method: Method) -> Method:
-    @functools.wraps(method)
-    def start(manager: Manager, *args: object, **named: object) -> None:
-        config = named.get("vllm_config") or next((arg for arg in args if hasattr(arg, "load_config")), None)
-        with _named(_prepare(manager, config)) if config is not None else contextlib.nullcontext():
-            method(manager, *args, **named)
-
-    return start
+def _start(method: Method, manager: Manager, *args: object, **named: object) -> None:
+    config = named.get("vllm_config") or next((arg for arg in args if hasattr(arg, "load_config")), None)
+    with _named(_prepare(manager, config)) if config is not None else contextlib.nullcontext():
+        method(manager, *args, **named)
 
 
 @contextlib.contextmanager
@@ -91,16 +85,11 @@ def _prepare(manager: Manager, config: VllmConfig) -> str | None:
     return settings.replica
 
 
-def _stopping(method: Method) -> Method:
-    @functools.wraps(method)
-    def stop(manager: Manager, timeout: float | None = None) -> None:
-        settings: Settings | None = vars(manager).pop(SETTINGS, None)
-        if settings is not None and not manager.finished_procs():
-            see_off(settings)
-        method(manager, timeout)
-
-    setattr(stop, WRAPPED, method)
-    return stop
+def _stop(method: Method, manager: Manager, timeout: float | None = None) -> None:
+    settings: Settings | None = vars(manager).pop(SETTINGS, None)
+    if settings is not None and not manager.finished_procs():
+        see_off(settings)
+    method(manager, timeout)
 
 
 def see_off(settings: Settings) -> None:

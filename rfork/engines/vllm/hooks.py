@@ -8,16 +8,14 @@ own would have to be named beside the load format.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 from torch import nn
 
 from rfork.engines.vllm.care import Care, care_of
+from rfork.engines.wrapping import wrap
 
-WRAPPED: Final = "rfork_wrapped"
-"""Of a method: what it wraps."""
 TARGET: Final = "rfork_target"
 """Of a worker: the care of its model, once it has worked."""
 
@@ -40,19 +38,7 @@ Method = Callable[..., object]
 def install(worker_class: type) -> None:
     """Wrap the methods of vLLM's worker class. Again is harmless."""
     for name, wrapper in WRAPPERS.items():
-        method: Method = getattr(worker_class, name)
-        if not hasattr(method, WRAPPED):
-            wrapped = _wrapped(method, wrapper)
-            setattr(wrapped, WRAPPED, method)
-            setattr(worker_class, name, wrapped)
-
-
-def _wrapped(method: Method, wrapper: Method) -> Method:
-    @functools.wraps(method)
-    def call(worker: Worker, *args: object, **named: object) -> object:
-        return wrapper(method, worker, *args, **named)
-
-    return call
+        wrap(worker_class, name, wrapper)
 
 
 def _cares(worker: Worker) -> list[Care]:

@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 
 PARTS: Final = 10_000
 """Most parts of one object of Google's; Azure takes more."""
+LEAST: Final = 5 << 20
+"""Bytes of the smallest part that Google takes, but for the last of an object."""
 SHARE: Final = 8
 """A part is this share of the memory: one fills, one is handed over, the others are in flight."""
 
 
 def part_size(settings: StorageSettings) -> int:
     """Bytes of a part."""
-    return settings.memory // SHARE
+    return max(LEAST, settings.memory // SHARE)
 
 
 class Abandoned(Exception):
@@ -134,7 +136,7 @@ class CloudUpload:
         self._part.clear()
 
     def _run(self, feed: _Feed) -> None:
-        in_flight = max(1, min(self._settings.streams, SHARE - 4))
+        in_flight = max(1, min(self._settings.streams, self._settings.memory // self._size - SHARE // 2))
         try:
             obstore.put(
                 self._store,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from rfork.errors import StorageDenied, StorageError, StorageFull, StorageMissing
+from rfork.errors import StorageChanged, StorageDenied, StorageError, StorageFull, StorageMissing
 
 _KINDS = {
     errno.ENOENT: StorageMissing,
@@ -13,6 +13,7 @@ _KINDS = {
     errno.EACCES: StorageDenied,
     errno.EPERM: StorageDenied,
     errno.EROFS: StorageDenied,
+    errno.ESTALE: StorageChanged,  # of NFS: it was replaced or removed on its server
     errno.ENOSPC: StorageFull,
     errno.EDQUOT: StorageFull,
     errno.EFBIG: StorageFull,

@@ -112,7 +112,11 @@ class LocalFile:
             os.close(self._descriptor)
 
     def _check(self) -> None:
-        if _version(os.fstat(self._descriptor)) != self._version:
+        try:
+            status = os.fstat(self._descriptor)
+        except OSError as error:
+            raise storage_error(self.path, error) from None
+        if _version(status) != self._version:
             raise StorageChanged(f"{self.path} was written to while it was read")
 
 

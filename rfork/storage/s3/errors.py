@@ -138,7 +138,7 @@ def explain(uri: str, status: int, text: bytes) -> StorageError | None:
 def refusal(uri: str, code: str, message: str, status: int) -> StorageError:
     """The error that a code of S3's means."""
     # Of a service's own words only these: a signature may stand in others.
-    said = " ".join(message.split())[:200].rstrip(".")
+    said = _said(message)
     words = f"{said} ({code})" if said and said != code else code
     hint = HINTS.get(code, "")
     if code in MISSING:
@@ -172,7 +172,7 @@ def failure(uri: str, error: ClientError | BotoCoreError | ValueError) -> RforkE
             message = str(error.response.get("Error", {}).get("Message", ""))
             meant = refusal(uri, code_of(error), message, status_of(error))
             if error.operation_name.startswith("AssumeRole"):
-                return StorageDenied(f"{uri}: AWS gives no credentials: {message} ({code_of(error)})")
+                return StorageDenied(f"{uri}: AWS gives no credentials: {_said(message)} ({code_of(error)})")
             return meant
         case aws.NoCredentialsError() | aws.NoAuthTokenError():
             return StorageDenied(f"{uri}: no credentials were found", hint=CREDENTIALS_HINT)
@@ -215,6 +215,10 @@ def _service(error: BotoCoreError) -> str:
     # Of the URL that botocore names no more than this: the rest may hold a secret.
     parts = urlsplit(str(error.kwargs.get("endpoint_url", "")))
     return f"the service at {parts.scheme}://{parts.netloc}" if parts.netloc else "the service"
+
+
+def _said(message: str) -> str:
+    return " ".join(message.split())[:200].rstrip(".")
 
 
 def _line(error: Exception) -> str:

@@ -22,6 +22,8 @@ LARGEST_HEAD: Final = 64 << 10
 LARGEST_TEXT: Final = 16 << 10
 """Bytes of a refusal's text that are read, to be explained."""
 MOST_REDIRECTS: Final = 5
+EXPIRED: Final = (400, 401, 403, 404, 410)
+"""What is answered where a redirect's signature has ended; 400 where its token has (S3, Google)."""
 
 
 @dataclass(slots=True)
@@ -56,7 +58,8 @@ class Reply:
         """The body of a refusal, up to a limit, as far as it comes."""
         coded = self.head.fields.get("transfer-encoding", "").lower() == "chunked"
         told = self.head.fields.get("content-length", "")
-        most = min(int(told), LARGEST_TEXT) if told.isdecimal() and not coded else LARGEST_TEXT
+        known = not coded and len(told) < 19 and told.isdecimal()  # Python reads no number of any length
+        most = min(int(told), LARGEST_TEXT) if known else LARGEST_TEXT
         body = self.came
         while len(body) < most and not (coded and body.endswith(b"0\r\n\r\n")):
             try:
@@ -111,7 +114,7 @@ class Resource:
                     return
                 text = reply.text()
             location = reply.head.fields.get("location", "")
-            if status in (401, 403, 404, 410) and remembered is not None:
+            if status in EXPIRED and remembered is not None:
                 remembered = self._redirected = None
                 request = self._sign()
             elif status in REDIRECTS and location:

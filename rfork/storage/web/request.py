@@ -44,6 +44,7 @@ class Request:
         try:
             parts = urlsplit(self.url)
             port = parts.port
+            (parts.hostname or "").encode("idna")  # as it will be looked up
         except ValueError:  # whose words may hold what is secret
             raise StorageError(f"{self.shown!r} cannot be asked for: it is no URL") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:

@@ -69,7 +69,7 @@ def retry_after(value: str, now: datetime) -> float:
         return float(value)
     try:
         until = parsedate_to_datetime(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0
     if until.tzinfo is None:
         until = until.replace(tzinfo=UTC)

@@ -77,6 +77,9 @@ class GlooBackend:
         except RuntimeError as error:
             shut.port.close()
             raise broken(error, "no gloo group could be formed") from None
+        except BaseException:  # what the keys raised, as it is
+            shut.port.close()
+            raise
         return GlooGroup(cast(Process, group), rank, shut.port)
 
     def sent_by_source(self, readers: int) -> int:

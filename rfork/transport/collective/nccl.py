@@ -154,19 +154,20 @@ class NcclGroup:
             work = begin(cast(Process, group))
             while not work.is_completed():
                 if time.monotonic() >= deadline:
-                    self.abort()
+                    self._give_up()
                     raise SourceStalled("nccl: the block was not there at the deadline")
                 if self._aborted.wait(POLL_S):
                     break
         except RuntimeError as error:
-            self.abort()
+            self._give_up()
             raise broken(error, "nccl") from None
         if self._aborted.is_set():
-            self._settle()
+            self._give_up()
             raise SourceGone("the nccl group was aborted")
 
-    def _settle(self) -> None:
-        """After an abort: no kernel of ours reads or writes the block any more."""
+    def _give_up(self) -> None:
+        """Abort, and wait until no kernel of ours reads or writes the block: another may abort just now."""
+        self.abort()
         with suppress(RuntimeError):
             torch.cuda.current_stream(self._device).synchronize()
 

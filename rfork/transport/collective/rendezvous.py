@@ -88,7 +88,8 @@ class Rendezvous:
 class KeyStore(Store):
     """A `torch.distributed.Store` over `Keys`: what gloo and NCCL call to form a group, and no more.
 
-    torch calls it from C++, on threads of its own too, and passes what it raises on as a RuntimeError.
+    torch calls it from C++, on threads of its own too. What it raises comes out of the call that forms the
+    group: as it is, or from another thread as a RuntimeError.
     """
 
     def __init__(self, keys: Keys, deadline: float) -> None:

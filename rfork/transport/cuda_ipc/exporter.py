@@ -112,7 +112,7 @@ class CudaIpcExporter(Plain):
                 raise SourceBusy("this fork holds on to the source already")
             self._hold(connection, fork_id)
             return False
-        self._seat(connection, fork_id)
+        self._take_slot(connection, fork_id)
         if asked == "areas":
             self._say(connection, self._page(number_in(question, "from")))
         elif asked == "handles":
@@ -121,9 +121,9 @@ class CudaIpcExporter(Plain):
             raise SourceCorrupt(f"a reader asked for {asked[:40]!r}")
         return True
 
-    def _seat(self, connection: Connection, fork_id: str) -> None:
-        if not self._server.seat(connection, fork_id):
-            raise SourceBusy("all places are taken")
+    def _take_slot(self, connection: Connection, fork_id: str) -> None:
+        if not self._server.take_slot(connection, fork_id):
+            raise SourceBusy("all slots are taken")
 
     def _page(self, first: int) -> Message:
         table = self._areas.table
@@ -202,7 +202,7 @@ class CudaIpcExporter(Plain):
         if not 0 <= begin < end <= self._image.layout.image_bytes:
             raise SourceCorrupt(f"a reader asked for [{begin}, {end}), which is not within the image")
         fork_id = self._gate.admit(token, begin, end)
-        self._seat(connection, fork_id)
+        self._take_slot(connection, fork_id)
         until = begin + self._gate.grant(min(end - begin, words.SLICE_BYTES), fork_id)
         with (
             self._gate.reading(token, begin, until, connection.cut),

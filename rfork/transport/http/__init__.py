@@ -43,7 +43,8 @@ class HttpTransport:
         tls = self._settings.tls
         try:
             serves = server_context(tls) is not None
-            client_context(tls)
+            if tls.enabled:  # or there is nothing to try, and all authorities of this machine would be read
+                client_context(tls)
         except SettingsError as error:
             return Availability(False, str(error), "mend or unset RFORK_TLS_*")
         return Availability(True, f"needs nothing but TCP; serves {'https' if serves else 'http'}")

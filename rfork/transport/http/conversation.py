@@ -24,17 +24,17 @@ LINGER_BYTES = 1 << 20
 class Conversation:
     """One connection. `stall_s` bounds the handshake, each request's head and each slice of a body.
 
-    `seat` is asked for a place once the gate has admitted a token, and told its fork_id; False means
-    there is none.
+    `take_slot` is asked once the gate has admitted a token, and told its fork_id; False means that none is
+    left.
     """
 
     def __init__(
-        self, stream: Stream, file: ImageFile, stall_s: float, seat: Callable[[Conversation, str], bool]
+        self, stream: Stream, file: ImageFile, stall_s: float, take_slot: Callable[[Conversation, str], bool]
     ) -> None:
         self.stream = stream
         self._file = file
         self._stall_s = stall_s
-        self._seat = seat
+        self._take_slot = take_slot
 
     def run(self) -> None:
         """Answer requests until one side has had enough.
@@ -60,9 +60,9 @@ class Conversation:
             alive = decided.status is not HTTPStatus.BAD_REQUEST and keeps_alive(request)
             if decided.fork_id is not None:
                 patience_s = IDLE_S
-                if not self._seat(self, decided.fork_id):
+                if not self._take_slot(self, decided.fork_id):
                     again = ("Retry-After", "1")
-                    decided = refusal(HTTPStatus.SERVICE_UNAVAILABLE, "all places are taken", again)
+                    decided = refusal(HTTPStatus.SERVICE_UNAVAILABLE, "all slots are taken", again)
                     alive = False
             self._send(request.method, decided, http_fields.bearer(request.fields) or "", alive=alive)
         self._linger()

@@ -2,8 +2,8 @@
 
 One thread a connection: bytes go out of the tensors' own memory by `sendmsg`, which works without the
 GIL. Who may hold a thread is bounded twice. A connection starts in the *lobby*; once the gate admitted
-a token of it, it has a *place*. A full lobby loses its oldest connection to the newest, so that any
-number of silent strangers keeps no reader out; with all places taken, or those of its fork, the next
+a token of it, it has a *slot*. A full lobby loses its oldest connection to the newest, so that any
+number of silent strangers keeps no reader out; with all slots taken, or those of its fork, the next
 reader is answered 503.
 """
 
@@ -67,7 +67,7 @@ class HttpExporter(Plain):
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._lobby: dict[Conversation, None] = {}  # oldest first
-        self._places: dict[Conversation, str] = {}  # with its fork
+        self._slots: dict[Conversation, str] = {}  # with its fork
         self._threads: set[threading.Thread] = set()
         self._acceptor = threading.Thread(target=self._accept, name="rfork-http-accept", daemon=True)
         self._acceptor.start()
@@ -81,7 +81,7 @@ class HttpExporter(Plain):
         """Stop listening, cut every reader, and return once no thread touches the image."""
         with self._lock:
             self._closing.set()
-            conversations = [*self._lobby, *self._places]
+            conversations = [*self._lobby, *self._slots]
             threads = list(self._threads)
         try:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
@@ -124,7 +124,7 @@ class HttpExporter(Plain):
 
     def _admit(self, stream: Stream) -> None:
         """Start a connection's thread; all under the lock, so that `close` sees all of it or nothing."""
-        conversation = Conversation(stream, self._file, self._stall_s, self._seat)
+        conversation = Conversation(stream, self._file, self._stall_s, self._take_slot)
         thread = threading.Thread(target=self._host, args=(conversation,), name="rfork-http", daemon=True)
         with self._lock:
             if self._closing.is_set():
@@ -145,7 +145,7 @@ class HttpExporter(Plain):
             conversation.run()
         except TimeoutError as error:
             # Silent strangers are no news; who was let in and stands still is.
-            known = conversation in self._places
+            known = conversation in self._slots
             log.log(logging.INFO if known else logging.DEBUG, "connection given up: %s", error)
         except OSError as error:
             log.debug("connection ended: %s", error)
@@ -155,20 +155,20 @@ class HttpExporter(Plain):
             conversation.stream.close()
             with self._lock:
                 self._lobby.pop(conversation, None)
-                self._places.pop(conversation, None)
+                self._slots.pop(conversation, None)
                 self._threads.discard(threading.current_thread())
 
-    def _seat(self, conversation: Conversation, fork_id: str) -> bool:
-        """Give a connection of the lobby a place, as one of this fork; whether it has one now."""
+    def _take_slot(self, conversation: Conversation, fork_id: str) -> bool:
+        """Give a connection of the lobby a slot, as one of this fork; whether it has one now."""
         with self._lock:
-            if conversation in self._places:
+            if conversation in self._slots:
                 return True
-            if conversation not in self._lobby or len(self._places) >= self._most_connections:
+            if conversation not in self._lobby or len(self._slots) >= self._most_connections:
                 return False
-            if list(self._places.values()).count(fork_id) >= MOST_OF_A_FORK:
+            if list(self._slots.values()).count(fork_id) >= MOST_OF_A_FORK:
                 return False
             del self._lobby[conversation]
-            self._places[conversation] = fork_id
+            self._slots[conversation] = fork_id
             return True
 
     def _evict_to(self, most: int) -> None:

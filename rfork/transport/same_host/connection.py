@@ -113,9 +113,10 @@ class Connection:
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Close descriptors that nobody wants."""
+    """Close descriptors that nobody wants. What a stranger's file says as it is closed changes nothing."""
     for descriptor in descriptors:
-        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 def _descriptors(beside: Sequence[tuple[int, int, bytes]]) -> list[int]:

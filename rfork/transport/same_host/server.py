@@ -1,7 +1,7 @@
 """The source side of same-host transports: a Unix socket that readers of this host connect to.
 
 One thread a connection. Who may hold a thread is bounded twice, as in `rfork.transport.http.server`: a
-connection starts in the *lobby*, and has a *place* once the gate admitted a token of it. A full lobby
+connection starts in the *lobby*, and has a *slot* once the gate admitted a token of it. A full lobby
 loses its oldest connection to the newest, so that any number of silent strangers keeps no reader out.
 
 Readers send no descriptors, and the kernel is told to refuse them (Linux 6.16): the last who closes one may
@@ -42,7 +42,7 @@ MOST_CONNECTIONS: Final = 256
 MOST_OF_A_FORK: Final = 64
 """Most of one fork: as many as it may have chunks in flight."""
 MOST_HOLDS_OF_A_FORK: Final = 4
-"""Most connections of one fork that only hold on, beside its places: one, and those it may just have left."""
+"""Most connections of one fork that only hold on, beside its slots: one, and those it may just have left."""
 ACCEPT_AGAIN_S: Final = 0.05
 CLOSE_S: Final = 5.0
 """Seconds that a closing server waits for threads that close what strangers sent."""
@@ -88,7 +88,7 @@ class LocalServer:
         self._untouched = threading.Condition(self._lock)
         self._touching = 0
         self._lobby: dict[Connection, None] = {}  # oldest first
-        self._places: dict[Connection, str] = {}  # with its fork
+        self._slots: dict[Connection, str] = {}  # with its fork
         self._holds: dict[Connection, str] = {}  # as well
         self._threads: set[threading.Thread] = set()
         self._acceptor = threading.Thread(target=self._accept, name=f"rfork-{name}-accept", daemon=True)
@@ -99,12 +99,12 @@ class LocalServer:
         """What an endpoint says for `Connections` to find this server."""
         return self._parameters
 
-    def seat(self, connection: Connection, fork_id: str) -> bool:
-        """Give a connection of the lobby a place, as one of this fork; whether it has one now."""
-        return self._move(connection, fork_id, self._places, MOST_OF_A_FORK)
+    def take_slot(self, connection: Connection, fork_id: str) -> bool:
+        """Give a connection of the lobby a slot, as one of this fork; whether it has one now."""
+        return self._move(connection, fork_id, self._slots, MOST_OF_A_FORK)
 
     def hold(self, connection: Connection, fork_id: str) -> bool:
-        """The same for one that only holds on: it takes none of the fork's places."""
+        """The same for one that only holds on: it takes none of the fork's slots."""
         return self._move(connection, fork_id, self._holds, MOST_HOLDS_OF_A_FORK)
 
     @contextlib.contextmanager
@@ -132,7 +132,7 @@ class LocalServer:
         """
         with self._lock:
             self._closing.set()
-            connections = [*self._lobby, *self._places, *self._holds]
+            connections = [*self._lobby, *self._slots, *self._holds]
             threads = [self._acceptor, *self._threads]
         if not self._woken.is_set():
             with contextlib.suppress(OSError):
@@ -212,7 +212,7 @@ class LocalServer:
             connection.close()
             with self._lock:
                 self._lobby.pop(connection, None)
-                self._places.pop(connection, None)
+                self._slots.pop(connection, None)
                 self._holds.pop(connection, None)
                 self._threads.discard(threading.current_thread())
 

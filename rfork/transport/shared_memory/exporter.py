@@ -104,8 +104,8 @@ class SharedMemoryExporter(Plain):
             try:
                 request = Request(message, self._image)
                 fork_id = self._gate.admit(request.token, request.begin, request.end)
-                if not self._server.seat(connection, fork_id):
-                    talk.say(problem_of(SourceBusy("all places are taken")))
+                if not self._server.take_slot(connection, fork_id):
+                    talk.say(problem_of(SourceBusy("all slots are taken")))
                     return
                 patience_s = IDLE_S
                 self._answer(request, fork_id, talk)
@@ -147,7 +147,7 @@ class SharedMemoryExporter(Plain):
             return None
         # Whatever part was asked for: who has the file has the chunk.
         self._pay(begin, end, fork_id, talk)
-        with self._shelf.making(chunk):
+        with self._shelf.making(chunk, talk.note):
             found = self._proven(chunk, request.token, talk)
             if found is not None or not request.maps or self._shelf.full():
                 return found

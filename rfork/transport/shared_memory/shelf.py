@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from rfork.transport.shared_memory.sealed import Sealed
@@ -17,6 +17,8 @@ MOST_KEPT: Final = 512
 """Chunks, at most, each of which has a descriptor."""
 KEPT_PART: Final = 4
 """And of the descriptors this process may have, one in so many."""
+LOOK_S: Final = 0.5
+"""Seconds between two words to a reader whose chunk is being made for another."""
 
 
 class Shelf:
@@ -33,12 +35,19 @@ class Shelf:
         self._exports = 0
 
     @contextlib.contextmanager
-    def making(self, chunk: int) -> Iterator[None]:
-        """One thread at a time finds or makes this chunk, so that there are never two of it."""
+    def making(self, chunk: int, waiting: Callable[[], None]) -> Iterator[None]:
+        """One thread at a time finds or makes this chunk, so that there are never two of it.
+
+        `waiting` is called every `LOOK_S` as long as it is another's turn, and may raise to wait no longer.
+        """
         with self._lock:
             lock = self._making.setdefault(chunk, threading.Lock())
-        with lock:
+        while not lock.acquire(timeout=LOOK_S):
+            waiting()
+        try:
             yield
+        finally:
+            lock.release()
 
     def find(self, chunk: int) -> Sealed | None:
         """The chunk, if it is held."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,9 +10,15 @@ import pytest
 
 from rfork.errors import SourceChanged, SourceGone, SourceStalled
 from rfork.image.chunks import MIB
+from rfork.settings import Settings
+from rfork.transport.same_host.connection import close_all
+from rfork.transport.same_host.dialling import Connections
+from rfork.transport.same_host.messages import Message
+from rfork.transport.shared_memory.exporter import SharedMemoryExporter
+from rfork.transport.shared_memory.shelf import Shelf
 from tests.integration.shared_memory.pairs import fork_of, pair, reading
 from tests.integration.shared_memory_source import NEW, OLD, SIZES, Source
-from tests.transport_contract import content, image_of, soon
+from tests.transport_contract import TOKEN, FakeGate, content, image_of, soon
 
 
 def test_a_source_that_is_killed() -> None:
@@ -59,3 +66,22 @@ def test_weights_that_change_while_a_chunk_waits_for_its_turn() -> None:
         made.gate.before_slice = change
         with pytest.raises(SourceChanged):
             made.connect().read(0, MIB, soon())
+
+
+def test_who_waits_for_a_chunk_that_another_has_made_hears_so() -> None:
+    """Memory may be found slowly: a source that makes a chunk is not taken for one that stands still."""
+    shelf, image = Shelf(), image_of((MIB,), seed=OLD)
+    exporter = SharedMemoryExporter(image, FakeGate(), shelf, Settings())
+    connections = Connections(exporter.endpoint().parameters, 30)
+    request: Message = {"token": TOKEN, "begin": 0, "end": MIB, "wishes": []}
+    with (
+        contextlib.closing(exporter),
+        contextlib.closing(connections),
+        connections.borrowed(soon()) as connection,
+    ):
+        with shelf.making(0, lambda: None):
+            connection.send(request, deadline=soon())
+            assert ({"wait": 0}, []) == connection.receive(soon())
+        message, descriptors = connection.receive(soon())
+        close_all(descriptors)
+    assert ([0, 0], 1) == (message["sealed"], len(descriptors))

@@ -34,6 +34,7 @@ def forked(
     outcome: Outcome = "forked",
     fallback: str | None = None,
     transports: dict[str, str] | None = None,
+    rates: dict[str, float] | None = None,
     age_s: float = 10.0,
     fork_id: str = "f1",
     instance_id: str = TARGET,
@@ -51,6 +52,7 @@ def forked(
         bytes_repeated=repeated,
         replans=replans,
         link_bytes_per_s=link,
+        source_bytes_per_s=rates or {},
         transports={SEED: "http"} if transports is None else transports,
         phases={"capture": 0.1, "plan": 0.1, "transfer": seconds - 0.2} if phases is None else phases,
     )
@@ -67,6 +69,8 @@ def going(
     bytes_per_s: float = 1e9,
     plan: tuple[Share, ...] = (Share(source_id=SEED, chunks=((0, 4),)),),
     held: dict[str, int] | None = None,
+    sources: dict[str, int] | None = None,
+    rates: dict[str, float] | None = None,
     age_s: float = 2.0,
     fork_id: str = "f2",
     instance_id: str = TARGET,
@@ -74,7 +78,8 @@ def going(
 ) -> ForkView:
     """A fork of 4 GB that is under way, half done."""
     progress = ForkProgress(
-        verified=verified, bytes_read=2 * GB, bytes_per_s=bytes_per_s, sources={SEED: 2 * GB},
+        verified=verified, bytes_read=2 * GB, bytes_per_s=bytes_per_s, sources=sources or {SEED: 2 * GB},
+        source_bytes_per_s={SEED: bytes_per_s} if rates is None else rates,
         transports={SEED: "http"}, phases={"capture": 0.1, "plan": 0.1, "transfer": 1.8},
         link_bytes_per_s=1e9,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from rfork.cli.top.command import line_of, quits
 from rfork.cli.top.looking import Look, pause_after
 from rfork.cli.top.overview import overview
 from rfork.cli.top.picture import Screen, rows_for
-from tests.unit.cli.fleets import RELAY, SEED, TARGET, forked, going, instance, model
+from tests.unit.cli.fleets import GB, RELAY, SEED, TARGET, forked, going, instance, model
 
 URL = "http://planner:8700"
 FLEET = Fleet(
@@ -64,6 +64,21 @@ def test_what_it_shows() -> None:
     assert [] == [word for word in expected if word not in text]
 
 
+def test_what_each_source_gives() -> None:
+    """Of several sources of a fork each with its rate, as told; a giver has those of its readers."""
+    told = {SEED: 6e8, RELAY: 4e8}
+    fork = going(sources={SEED: GB, RELAY: GB}, rates=told)
+    other = going(fork_id="f9", instance_id="d" * 32, rates={SEED: 2e8})
+    seen = Fleet(instances=(instance(SEED), instance(RELAY), instance(TARGET)), forks=(fork, other))
+    assert ([told, {SEED: 2e8}], {SEED: 8e8, RELAY: 4e8, TARGET: 0}) == (
+        [each.source_bytes_per_s for each in overview(seen).going],
+        {giver.instance_id: giver.bytes_per_s for giver in overview(seen).givers},
+    )
+    text = "\n".join(screen(160, 60, Look(seen, 100.0)))
+    expected = ["aaaaaaaa (http) 600.0 MB/s, bbbbbbbb 400.0 MB/s", "aaaaaaaa (http)  ", "800.0 MB/s"]
+    assert [] == [word for word in expected if word not in text]
+
+
 def test_an_empty_fleet_says_what_to_do() -> None:
     """Where nobody is registered there is a next step."""
     assert "start one with `rfork seed MODEL_DIR`" in "\n".join(screen(80, 24, Look(Fleet(), 1.0)))
@@ -108,7 +123,7 @@ def test_json_of_a_look() -> None:
     )  # fmt: skip
     assert {
         "fork_id", "instance_id", "host", "model", "rank", "phase", "share", "bytes_per_s", "eta_s",
-        "seconds", "sources", "transports", "held", "reason",
+        "seconds", "sources", "source_bytes_per_s", "transports", "held", "reason",
     } == set(line["going"][0])  # fmt: skip
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from rfork import errors
 from rfork.cli.explain.account import Account, with_upstream
 from rfork.cli.explain.advice import ADVICE, advice_on
 from rfork.cli.explain.causes import losses
+from rfork.cli.explain.picture import picture
 from rfork.cli.explain.verdict import comparison, verdict
 from rfork.wire import ForkView
 from tests.unit.cli.fleets import GB, RELAY, SEED, SNAPSHOT, TARGET, forked, going, model
@@ -213,6 +217,27 @@ def test_forks_that_read_from_one_another_end_the_chain() -> None:
     assert (RELAY, None) == (
         account.upstream.fork.instance_id if account.upstream else None,
         account.upstream.upstream if account.upstream else account,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fork", "heading", "rates"),
+    [
+        (forked(sources={SEED: GB, RELAY: GB}, rates={SEED: 8e8}), "at best", [8e8, None]),
+        (going(sources={SEED: GB}, rates={SEED: 5e8}), "now", [5e8]),
+    ],
+    ids=["ended", "under way"],
+)
+def test_the_rate_of_each_source_is_as_told(fork: ForkView, heading: str, rates: list[float | None]) -> None:
+    """Now, or in its fastest second once the fork has ended; a source of which none is told has none."""
+    account = Account.of(fork)
+    console = Console(file=io.StringIO(), width=120)
+    console.print(picture(account, verdict(account), {}))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert (rates, True) == (
+        [each.rate for each in account.given],
+        all(word in shown for word in (heading, f"{rates[0]:.0f}"[:1] + "00.0 MB/s")),
     )
 
 

@@ -127,6 +127,12 @@ def test_tls_files_that_are_missing_are_a_settings_error(tmp_path: Path) -> None
         PlannerClient("https://p", tls=tls)
 
 
+def test_plain_http_reads_no_tls_files(tmp_path: Path) -> None:
+    """They are no planner's business that speaks no TLS: who uses them says what is wrong with them."""
+    with PlannerClient("http://p", tls=TlsSettings(ca=tmp_path / "missing.pem")) as client:
+        assert "http://p" == client.url
+
+
 def test_a_closed_client_says_so() -> None:
     """No stray error of the HTTP library."""
     with client_of(lambda _: httpx.Response(200, json=[])) as client:

@@ -78,6 +78,26 @@ def test_alerts_fire_when_they_should() -> None:
     promtool("test", "rules", str(CASES))
 
 
+def test_a_lost_fork_that_ends_after_all_counts_once(tmp_path: Path) -> None:
+    """Eight forked, two of them given up before, and two fell back: four in five."""
+    panels = json.loads((CHART / "dashboards" / "rfork.json").read_text())["panels"]
+    (panel,) = [each for each in panels if each["title"] == "Forked, of those that ended"]
+    expression = panel["targets"][0]["expr"].replace("$namespace", ".*").replace("$__range", "10m")
+    ended = {"forked": 8, "lost": 2, "fallback": 2, "failed": 0, "interrupted": 0}
+    series = [
+        {
+            "series": f'rfork_planner_forks_total{{namespace="ai",outcome="{outcome}"}}',
+            "values": f"0 {count}x20",
+        }
+        for outcome, count in ended.items()
+    ]
+    expected = {"expr": expression, "eval_time": "10m", "exp_samples": [{"value": 0.8}]}
+    case = {"interval": "1m", "input_series": series, "promql_expr_test": [expected]}
+    file = tmp_path / "case.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [], "evaluation_interval": "1m", "tests": [case]}))
+    promtool("test", "rules", str(file))
+
+
 def test_every_alert_is_tested() -> None:
     """By its name, in the cases that promtool runs."""
     cases = CASES.read_text()

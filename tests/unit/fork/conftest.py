@@ -1,11 +1,14 @@
-"""A fleet for each test, closed after it."""
+"""A fleet for each test, closed after it, and a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
+from tests.unit.fork.cold_sessions import Model
 from tests.unit.fork.fleet import Fleet, working_threads
 
 
@@ -16,3 +19,10 @@ def fleet() -> Iterator[Fleet]:
     yield made
     made.close()
     assert [] == working_threads()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A folder that holds Model(7.0)."""
+    save_file({"weight": Model(7.0).weight.detach()}, tmp_path / "model.safetensors")
+    return tmp_path

@@ -31,14 +31,18 @@ def test_reads_beside_one_another_share_the_rate() -> None:
     assert 2 == pace.window
 
 
+def one_each(_source_id: str) -> int:
+    return 1
+
+
 def test_no_source_is_asked_for_more_than_its_window() -> None:
     """A second source is read from while the first is busy; the third read waits."""
     schedule = Schedule(4)
     schedule.adopt({"a": ((0, 2),), "b": ((2, 4),)})
     for name in "ab":
         schedule.offer(name, ((0, 4),))
-    first = schedule.take(1)
-    assert (Read("a", 0), Read("b", 2), None) == (first, schedule.take(1), schedule.take(1))
+    first = schedule.take(one_each)
+    assert (Read("a", 0), Read("b", 2), None) == (first, schedule.take(one_each), schedule.take(one_each))
     assert first is not None
     schedule.verified(first)
-    assert Read("a", 1) == schedule.take(1)
+    assert Read("a", 1) == schedule.take(one_each)

@@ -1,10 +1,10 @@
-"""The meter: the rate now, the best one, and how close to that the whole transfer came."""
+"""The meter: the rates now, the best ones, and how close to that the whole transfer came."""
 
 from __future__ import annotations
 
 import pytest
 
-from rfork.fork.progress import Meter
+from rfork.fork.meter import Meter, fastest, timed
 
 Points = list[tuple[float, int]]
 
@@ -65,3 +65,40 @@ def test_efficiency(points: Points, nbytes: int, seconds: float, expected: float
     for now, total in points:
         meter.add(now, total)
     assert expected == meter.efficiency(nbytes, seconds)
+
+
+Given = list[tuple[float, dict[str, int]]]
+
+
+@pytest.mark.parametrize(
+    ("points", "now", "best"),
+    [
+        ([(0.0, {})], {}, {}),
+        ([(0.0, {}), (0.5, {"a": 100})], {"a": 200.0}, {}),
+        (
+            [(0.0, {}), (1.0, {"a": 100}), (2.0, {"a": 500, "b": 300})],
+            {"a": 400.0, "b": 300.0},
+            {"a": 400.0, "b": 300.0},
+        ),
+        ([(0.0, {}), (1.0, {"a": 900}), (2.0, {"a": 900, "b": 300})], {"b": 300.0}, {"a": 900.0, "b": 300.0}),
+        ([(0.0, {"a": 7}), (1.0, {"a": 7})], {}, {}),
+    ],
+    ids=["nothing", "too short", "two", "one after the other", "silent"],
+)
+def test_rates_by_source(points: Given, now: dict[str, float], best: dict[str, float]) -> None:
+    """Over the same windows as the rate of all; who gives nothing now is not told, its best second stays."""
+    meter = Meter(window_s=1.0)
+    for at, sources in points:
+        meter.add(at, sum(sources.values()), sources)
+    assert (now, best) == (meter.last_sources, meter.best_sources)
+
+
+def test_a_loader_has_no_rate() -> None:
+    """All that it read is credited to it in one moment."""
+    assert {"a": 1, "snapshot:file:///s": 2} == timed({"a": 1, "snapshot:file:///s": 2, "loader:": 3})
+
+
+def test_of_many_sources_the_fastest_are_told() -> None:
+    """In whole bytes a second, and no more of them than a message takes."""
+    told = fastest({f"s{number}": number + 0.4 for number in range(100)})
+    assert (64, ("s99", 99.0), "s36") == (len(told), next(iter(told.items())), list(told)[-1])

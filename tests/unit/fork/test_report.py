@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from rfork.fork.meter import Meter
 from rfork.fork.report import ForkReport, Pulled, SourceShare, finish_of, transports_of
 from rfork.fork.stopwatch import Stopwatch
 
@@ -100,15 +101,19 @@ def test_transports_are_told_of_peers_only() -> None:
 
 
 def test_a_fork_that_failed_tells_its_phases_too() -> None:
-    """What was done until then, and how fast its link was."""
+    """What was done until then, and how fast its link and its sources were."""
     watch = Stopwatch()
     with watch.phase("capture"):
         pass
     share = SourceShare("peer-1", "node-1", "http", 1, 5)
     pulled = Pulled(9, 4, 2, (share,), resume_s=0.5)
-    finish = finish_of("failed", watch, pulled, 7.0, [ValueError("no")], None)
-    assert (["resume", "capture"], {"peer-1": "http"}, 4, 2, 7.0, ("ValueError: no",)) == (
+    meter = Meter(window_s=1.0)
+    for at, total in ((0.0, 0), (1.0, 7)):
+        meter.add(at, total, {"peer-1": min(5, total)})
+    finish = finish_of("failed", watch, pulled, meter, [ValueError("no")], None)
+    assert (["resume", "capture"], {"peer-1": 5.0}, {"peer-1": "http"}, 4, 2, 7.0, ("ValueError: no",)) == (
         list(finish.phases),
+        finish.source_bytes_per_s,
         finish.transports,
         finish.bytes_repeated,
         finish.replans,

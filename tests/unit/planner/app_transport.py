@@ -25,3 +25,8 @@ class AppTransport(httpx.BaseTransport):
             httpx.Request(request.method, request.url, headers=request.headers, content=body)
         )
         return httpx.Response(response.status_code, headers=response.headers, content=await response.aread())
+
+
+def web_of(app: FastAPI) -> httpx.Client:
+    """A plain HTTP client of the application."""
+    return httpx.Client(base_url="http://planner", transport=AppTransport(app))

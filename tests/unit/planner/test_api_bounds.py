@@ -28,9 +28,13 @@ ASK: Final[Json] = {
     "faults": [{"instance_id": "s", "fault": "network", "error": "SourceGone", "detail": "why"}],
     "current": [{"source_id": "s", "chunks": [[6, 12]]}],
 }  # fmt: skip
-PROGRESS: Final[Json] = {"verified": [[0, 7]], "bytes_read": 1, "bytes_per_s": 1.0, "sources": {"s": 1}}
+PROGRESS: Final[Json] = {
+    "verified": [[0, 7]], "bytes_read": 1, "bytes_per_s": 1.0, "sources": {"s": 1},
+    "source_bytes_per_s": {"s": 1.0},
+}  # fmt: skip
 FINISH: Final[Json] = {
     "outcome": "failed", "seconds": 1.0, "bytes_read": 1, "sources": {"s": 1}, "fallback": "loader:",
+    "source_bytes_per_s": {"s": 1.0},
     "reasons": ["why"], "efficiency": 0.5,
 }  # fmt: skip
 CALLS: Final[dict[str, tuple[str, str, Json]]] = {
@@ -122,6 +126,7 @@ SOURCES: Final[list[Json]] = [
     {str(each): 1 for each in range(4097)},
     {f"{each:02000}": 1 for each in range(66)},
 ]
+RATES: Final[list[Json]] = [*NAMES, {str(each): 1 for each in range(65)}]
 LONG: Final[list[tuple[str, Path, Json]]] = [
     ("report", ("verified",), [[0, 1]] * 4097),
     ("report", ("readers",), ["f"] * 4097),
@@ -132,6 +137,7 @@ LONG: Final[list[tuple[str, Path, Json]]] = [
     ("ask", ("current",), [{"source_id": "s", "chunks": [[0, 1]] * 2049}] * 2),
     ("progress", ("verified",), [[0, 1]] * 4097),
     *((name, ("sources",), value) for name in ("progress", "finish") for value in SOURCES),
+    *((name, ("source_bytes_per_s",), value) for name in ("progress", "finish") for value in RATES),
 ]
 
 

@@ -143,7 +143,7 @@ def test_a_header_that_comes_twice_is_refused(web: httpx.Client) -> None:
 
 
 def test_two_clients_never_hold_one_seed(web: httpx.Client) -> None:
-    """Each seed takes one reader; the place is free again once it is given back."""
+    """Each seed takes one reader; the slot is free again once it is given back."""
     add(web)
     add(web, OTHER)
     held = [lease(web), lease(web)]
@@ -197,7 +197,7 @@ def test_a_lease_is_bound_to_its_seed(web: httpx.Client) -> None:
 
 
 def test_a_lease_lapses_unless_it_is_renewed(web: httpx.Client, time: FakeTime) -> None:
-    """Renewed each third of its time it lives on; left alone its place is free after the whole."""
+    """Renewed each third of its time it lives on; left alone its slot is free after the whole."""
     add(web)
     held = lease(web)
     renewed = []
@@ -221,7 +221,7 @@ def test_a_lease_lives_as_long_as_was_told(web: httpx.Client, time: FakeTime) ->
 
 
 def test_a_lease_that_lapsed_cannot_be_given_back(web: httpx.Client, time: FakeTime) -> None:
-    """Whoever got the place since keeps it."""
+    """Whoever got the slot since keeps it."""
     add(web)
     held = lease(web)
     time.now += 31
@@ -255,7 +255,7 @@ def test_a_seed_lives_from_heartbeat_to_heartbeat(
 
 
 def test_a_planner_that_restarted_knows_a_seed_again_by_its_heartbeat(web: httpx.Client) -> None:
-    """Leases from before are gone; a reader that the seed counts keeps its place."""
+    """Leases from before are gone; a reader that the seed counts keeps its slot."""
     add(web)
     held = lease(web)
     again = httpx.Client(base_url="http://planner", transport=AppTransport(create_app(PlannerSettings())))

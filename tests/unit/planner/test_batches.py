@@ -78,7 +78,7 @@ def parts(plan: Plan) -> dict[str, tuple[tuple[int, int], ...]]:
 
 
 async def test_arrivals_in_one_window_share_one_plan(registry: Registry, store: CountingStore) -> None:
-    """Ten ask at once: one plan, in which each has its place."""
+    """Ten ask at once: one plan, in which each has its slot."""
     await registry.report(whole("s"))
     names = [f"t{index}" for index in range(10)]
     plans = await asyncio.gather(*(registry.ask(ask(name)) for name in names))

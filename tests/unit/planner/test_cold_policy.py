@@ -97,7 +97,7 @@ ELECTIONS: list[tuple[str, dict[str, dict[str, object]]]] = [
 
 @pytest.mark.parametrize(("elected", "members"), ELECTIONS)
 def test_who_is_elected(elected: str, members: dict[str, dict[str, object]]) -> None:
-    """Those that others can wait for; then snapshot, checkpoint, loader; then speed, places, name."""
+    """Those that others can wait for; then snapshot, checkpoint, loader; then speed, slots, name."""
     reads = together(group(), *(loading(name, **changes) for name, changes in members.items()))
     assert [elected] == [name for name, parts in reads.items() if set(parts) - set(members)]
 

@@ -145,7 +145,7 @@ def test_nobody_waits_for_the_weaker(why: str, changes: dict[str, object]) -> No
 
 
 def test_the_weakest_of_all_read_in_order_of_what_they_can_give() -> None:
-    """Fast, then slower by class, then with one place, then slow ones."""
+    """Fast, then slower by class, then with one slot, then slow ones."""
     arrivals = [
         loading("slow", chunk_count=K, slow=True, ingress_rate=1e9),
         loading("half", chunk_count=K, ingress_rate=4e8),
@@ -157,7 +157,7 @@ def test_the_weakest_of_all_read_in_order_of_what_they_can_give() -> None:
 
 
 def test_who_takes_no_reader_has_nobody_behind_it() -> None:
-    """Both read from the last that has places."""
+    """Both read from the last that has slots."""
     arrivals = [
         loading(name, chunk_count=K, max_readers=most) for name, most in (("a", 0), ("b", 0), ("c", 2))
     ]
@@ -165,7 +165,7 @@ def test_who_takes_no_reader_has_nobody_behind_it() -> None:
 
 
 def test_a_node_whose_first_takes_one_reader_gives_it_to_its_own() -> None:
-    """The next node reads from whoever has a place to spare."""
+    """The next node reads from whoever has a slot to spare."""
     arrivals = [
         loading("a0", chunk_count=K, place=Place("h"), max_readers=1),
         loading("a1", chunk_count=K, place=Place("h"), max_readers=1),

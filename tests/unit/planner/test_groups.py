@@ -232,8 +232,16 @@ def test_the_shortlist_stays_short() -> None:
     assert "s1234" in view.candidates
 
 
+def test_one_may_stand_for_many_that_come_with_it() -> None:
+    """As many are looked at as for all of them, and the same ones, where nobody is on their hosts."""
+    members = [seed(f"s{index:04}", place=Place(f"h{index}", f"r{index % 40}", "z")) for index in range(300)]
+    coming = [demand(loading(f"t{index}", place=Place(f"new-{index}", "r3", "z"))) for index in range(100)]
+    index = live(*members)
+    assert index.view(coming).candidates == index.view(coming[:1], together=len(coming)).candidates
+
+
 def test_who_cannot_be_read_from_does_not_hide_who_can() -> None:
-    """A thousand that drain, are full or wait for nobody, and one seed with a place."""
+    """A thousand that drain, are full or wait for nobody, and one seed with a free slot."""
     members = [seed(f"a{index:04}", state="draining") for index in range(500)]
     members += [seed(f"b{index:04}", max_readers=0) for index in range(500)]
     members += [loading(f"c{index:04}") for index in range(500)]
@@ -250,7 +258,7 @@ def test_one_of_another_layout_is_shown_to_compare_with() -> None:
     assert (("z",), {OTHER_LAYOUT: 4}) == (view.candidates, view.other_layouts)
 
 
-def test_readers_that_nobody_planned_take_places_until_they_are_gone() -> None:
+def test_readers_that_nobody_planned_take_slots_until_they_are_gone() -> None:
     """A seed's report names them; the next one does not."""
     index = LiveGroup("m", "r")
     index.put(seed("s"), strangers=("x", "y"))
@@ -270,7 +278,7 @@ def test_a_stranger_that_asks_is_a_reader_like_others() -> None:
 
 
 def test_a_source_that_was_silent_comes_back_to_its_readers() -> None:
-    """Their places are still taken."""
+    """Their slots are still taken."""
     index = live(seed("s"), loading("t"), forks=[record("t", {"s": ALL})])
     index.remove("s")
     index.put(seed("s"))
@@ -285,7 +293,7 @@ def test_what_forks_read_is_counted_when_they_end() -> None:
     )
     index.leave(record("t", {}, finish=finish))
     index.leave(record("t", {}, finish=finish))
-    assert (4, 5, {}) == (index.storage_bytes, index.forked_bytes, index.readers["s"])
+    assert (4, 5, {}) == (index.past.storage_bytes, index.past.forked_bytes, index.readers["s"])
 
 
 def test_a_group_is_orphaned_once_its_last_seed_is_gone() -> None:
@@ -325,7 +333,7 @@ def test_readers_within_a_host_are_told_from_others() -> None:
     )
     during = {name: set(forks) for name, forks in index.view(()).local.items()}
     index.leave(record("t", {}))
-    assert ({"s": {"fork-t"}}, {}, {"fork-u": 1.0}) == (during, index.local, index.readers["s"])
+    assert ({"s": {"fork-t"}}, {}, {"fork-u": 1.0}) == (during, index.view(()).local, index.readers["s"])
 
 
 def test_a_source_for_its_own_host_alone_hides_no_other() -> None:

@@ -144,7 +144,7 @@ def test_one_without_seats_leads_nobody() -> None:
 
 
 def test_where_nobody_takes_readers_each_reads_over_the_network() -> None:
-    """Four places at the seed, four targets of one host: there is no other way."""
+    """Four slots at the seed, four targets of one host: there is no other way."""
     after = came(group(source("s")), *arrivals(1, 4, GPU, max_readers=0))
     assert ({"h0": 4.0}, {K}) == (crossings(after)[0], served(after))
 

@@ -158,7 +158,7 @@ def test_two_seeds_at_capacity_are_both_named() -> None:
 
 
 def test_only_a_full_source_is_worth_waiting_for() -> None:
-    """A reader's place comes free by itself; a draining seed does not come back."""
+    """A reader's slot comes free by itself; a draining seed does not come back."""
     fleets = [group(seed("s", max_readers=0)), group(seed("s", state="draining")), group()]
     assert [True, False, False] == [decide(fleet, loading("t")).full for fleet in fleets]
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.sim_run import Run, Scenario
 from planner import policy
 from planner.fleet import Demand, Group, Place, Share, Source
-from planner.previews import known, preview
+from planner.previews import known, preview, snapshot
 from planner.previews.predicting import MOST_DELIVERIES, WITHIN_HOST, Rates, predict
 from planner.registry import Registry
 from rfork.wire import ForkFinish, Preview, PreviewRequest
@@ -47,9 +47,9 @@ def would(registry: Registry, **asked: object) -> Preview:
     """What would happen to the one rank of the model `m`, over links that move one image a second."""
     request = PreviewRequest.model_validate({"model": "m", "link_bytes_per_s": LINK} | asked)
     (group,) = registry.state.groups_of("m")
-    found = known(registry.state, group, request, registry.now())
-    assert found is not None
-    return preview(found)
+    taken = snapshot(registry.state, group, request, registry.now())
+    assert taken is not None
+    return preview(known(taken))
 
 
 def shares(made: Preview) -> dict[str, dict[str, tuple[tuple[int, int], ...]]]:
@@ -204,21 +204,21 @@ async def test_replicas_that_share_a_host_are_placed_so(registry: Registry) -> N
 
 
 async def test_a_busy_seed_is_not_read_from(registry: Registry) -> None:
-    """It has one place: who comes stands behind the fork that has it, and goes on with that."""
+    """It has one slot: who comes stands behind the fork that has it, and goes on with that."""
     await registry.report(whole("s"))
     await registry.ask(ask("a"))
     made = would(registry, targets=1)
     assert ({"preview-1": {"a": ALL}}, [1.083]) == (shares(made), seconds(made))
 
 
-async def test_those_without_a_place_come_after_the_others(registry: Registry) -> None:
+async def test_those_without_a_slot_come_after_the_others(registry: Registry) -> None:
     """The seed takes one reader, and those that come none: each waits until the one before it is whole."""
     await registry.report(whole("s"))
     (group,) = registry.state.groups_of("m")
-    found = known(
-        registry.state, group, PreviewRequest(model="m", targets=3, link_bytes_per_s=LINK), registry.now()
-    )
-    assert found is not None
+    request = PreviewRequest(model="m", targets=3, link_bytes_per_s=LINK)
+    taken = snapshot(registry.state, group, request, registry.now())
+    assert taken is not None
+    found = known(taken)
     alone = [replace(each, target=replace(each.target, max_readers=0)) for each in found.demands]
     made = preview(replace(found, demands=tuple(alone)))
     assert [1.0, 2.0, 3.0] == sorted(each or math.inf for each in seconds(made))
@@ -289,3 +289,20 @@ async def test_most_replicas_are_like_the_layout_that_is_held(registry: Registry
     for name in "ab":
         await registry.report(report(name, layout_id="b" * 32))
     assert {"preview-1": {"s": ALL}} == shares(would(registry))
+
+
+async def test_a_snapshot_stays_as_it_was(registry: Registry) -> None:
+    """Whatever is told meanwhile, the preview is of the moment that was asked about."""
+    for name in ("s", "u"):
+        await registry.report(whole(name))
+    await registry.ask(ask("a"))
+    (group,) = registry.state.groups_of("m")
+    request = PreviewRequest(model="m", targets=2, link_bytes_per_s=LINK)
+    taken = snapshot(registry.state, group, request, registry.now())
+    assert taken is not None
+    before = preview(known(taken))
+    await registry.ask(ask("b"))
+    await registry.report(whole("v"))
+    for name in ("s", "u", "a"):
+        await registry.remove(name)
+    assert before == preview(known(taken))

@@ -63,7 +63,7 @@ def test_an_instance_of_another_layout_is_there_to_compare_with(planner: Planner
 
 
 def test_finishing_gives_the_place_back(planner: PlannerClient) -> None:
-    """The seed's one place is free again; the second finish changes nothing."""
+    """The seed's one slot is free again; the second finish changes nothing."""
     planner.report(whole("s"))
     planner.ask(ask("a", max_readers=0))
     refused = planner.ask(ask("b"))
@@ -77,7 +77,7 @@ def test_finishing_gives_the_place_back(planner: PlannerClient) -> None:
 def test_a_fork_without_progress_is_given_up_and_may_ask_again(
     planner: PlannerClient, time: FakeTime
 ) -> None:
-    """After the lease's time its place is free; its own next progress is told to ask again."""
+    """After the lease's time its slot is free; its own next progress is told to ask again."""
     planner.report(whole("s"))
     planner.ask(ask("a"))
     for _ in range(2):
@@ -206,7 +206,7 @@ def test_a_relay_that_stalls_is_left_by_its_child_but_not_quarantined(planner: P
 
 
 def test_a_dead_relays_place_goes_to_its_child(planner: PlannerClient) -> None:
-    """The seed takes one reader: the child gets the dead relay's place at once, before its lease ends."""
+    """The seed takes one reader: the child gets the dead relay's slot at once, before its lease ends."""
     planner.report(whole("s"))
     for name in "abc":
         planner.ask(ask(name))
@@ -218,7 +218,7 @@ def test_a_dead_relays_place_goes_to_its_child(planner: PlannerClient) -> None:
 
 
 def test_a_planner_that_restarted_counts_readers_it_never_heard_of(planner: PlannerClient) -> None:
-    """The seed's report names its reader: its place is taken, and the reader itself keeps it."""
+    """The seed's report names its reader: its slot is taken, and the reader itself keeps it."""
     planner.report(whole("s", readers=("fork-old",)))
     full = planner.ask(ask("a"))
     kept = planner.ask(ask("old", (0, 3)))
@@ -226,7 +226,7 @@ def test_a_planner_that_restarted_counts_readers_it_never_heard_of(planner: Plan
 
 
 def test_a_new_fork_of_an_instance_ends_its_old_one(planner: PlannerClient) -> None:
-    """An instance that starts over holds one place, not two."""
+    """An instance that starts over holds one slot, not two."""
     planner.report(whole("s"))
     planner.ask(ask("a"))
     plan = planner.ask(ask("a").model_copy(update={"fork_id": "second"}))

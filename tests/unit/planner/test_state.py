@@ -153,7 +153,7 @@ def test_what_forks_read_is_summed_by_group() -> None:
     finish = ForkFinish(outcome="forked", seconds=1, bytes_read=9, sources={"s": 5, "loader:": 4})
     known.apply(forks=[replace(reading("x", "s"), finish=finish)])
     group = known.group(GROUP)
-    assert (5, 4) == (group.forked_bytes, group.storage_bytes)
+    assert (5, 4) == (group.past.forked_bytes, group.past.storage_bytes)
 
 
 def test_clearing_forgets_everything() -> None:

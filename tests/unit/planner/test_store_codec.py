@@ -72,6 +72,7 @@ FORK_RECORDS = st.builds(
         bytes_read=st.integers(0, 1 << 50),
         bytes_per_s=st.floats(0, 1e12),
         sources=st.dictionaries(NAMES, st.integers(0, 2**63 - 1), max_size=2),
+        source_bytes_per_s=st.dictionaries(NAMES, st.floats(0, 1e12), max_size=2),
         phases=st.dictionaries(st.sampled_from(["plan", "transfer"]), st.floats(0, 1e9), max_size=2),
     ),
     finish=st.none() | st.just(FORKED) | st.just(ForkFinish(outcome="failed", seconds=0, bytes_read=0)),

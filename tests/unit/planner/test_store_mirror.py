@@ -66,7 +66,7 @@ def test_what_ended_forks_read_is_known_again_after_a_load() -> None:
     for _ in range(2):
         mirror.fill(contents(instance("s"), forks=(ended,), ended=("x",)))
     group = mirror.state.group(GROUP)
-    assert (9, 0, 3.0) == (group.forked_bytes, group.storage_bytes, group.durations.fork_s)
+    assert (9, 0, 3.0) == (group.past.forked_bytes, group.past.storage_bytes, group.past.durations.fork_s)
 
 
 def new(*records: InstanceRecord) -> Body:

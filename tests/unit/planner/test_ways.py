@@ -133,8 +133,8 @@ def test_readers_within_its_host_take_nothing_of_a_seeds_link() -> None:
     assert {"a": ALL} == routes(decide(crowded(3), newcomer(*LOCAL)))
 
 
-def test_readers_within_its_host_take_seats() -> None:
-    """A seed that takes three readers has no place for a fourth, wherever it runs."""
+def test_readers_within_its_host_take_slots() -> None:
+    """A seed that takes three readers has no slot for a fourth, wherever it runs."""
     assert "a" not in routes(decide(crowded(3, max_readers=3), newcomer(*LOCAL)))
 
 

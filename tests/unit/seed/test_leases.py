@@ -141,7 +141,7 @@ def test_places_are_counted_by_fork() -> None:
     leases = book(max_readers=2)
     for fork in ("fork-1", "fork-1", "fork-2"):
         opened(leases, fork)
-    with pytest.raises(SourceBusy, match="all 2 reader places"):
+    with pytest.raises(SourceBusy, match="all 2 reader slots"):
         opened(leases, "fork-3")
     assert ("fork-1", "fork-2") == leases.readers
 

@@ -26,10 +26,11 @@ from rfork.storage.blob import Entry, part
 from rfork.storage.cloud import store as cloud
 from rfork.storage.cloud.errors import failure, passes
 from rfork.storage.cloud.store import CloudStore
+from rfork.storage.cloud.upload import part_size
 from rfork.storage.location import Location
 
 MIB = 1 << 20
-SETTINGS = StorageSettings(memory=16 * MIB)  # parts of 2 MiB
+SETTINGS = StorageSettings(memory=16 * MIB)  # parts of 5 MiB
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def _get(store: CloudStore, name: str) -> bytes:
         return part(blob, 0, blob.size)
 
 
-@pytest.mark.parametrize("size", [0, 1, 2 * MIB, 2 * MIB + 1, 9 * MIB])
+@pytest.mark.parametrize("size", [0, 1, 5 * MIB, 5 * MIB + 1, 13 * MIB])
 def test_what_is_written_is_read(store: CloudStore, size: int) -> None:
     """Blobs of any size come back whole, by one request or in parts, whatever becomes of the memory."""
     memory = bytearray(b"abc" * (size // 3) + b"abc"[: size % 3])
@@ -60,6 +61,12 @@ def test_what_is_written_is_read(store: CloudStore, size: int) -> None:
         writer.write([memoryview(memory)])
         memory[:] = bytes(size)
     assert (data, [Entry("blob", size)]) == (_get(store, "blob"), list(store.list()))
+
+
+@pytest.mark.parametrize(("memory", "expected"), [(16 * MIB, 5 * MIB), (128 * MIB, 16 * MIB)])
+def test_no_part_is_smaller_than_google_takes(memory: int, expected: int) -> None:
+    """However little memory there may be: an upload of smaller parts is refused once all are there."""
+    assert expected == part_size(StorageSettings(memory=memory))
 
 
 def test_reads_of_a_range(store: CloudStore) -> None:
@@ -86,7 +93,7 @@ def test_names_are_of_the_folder(store: CloudStore) -> None:
     assert ["a/2"] == [entry.name for entry in store.list("a/")]
 
 
-@pytest.mark.parametrize("size", [3, 5 * MIB])
+@pytest.mark.parametrize("size", [3, 6 * MIB])
 def test_what_is_there_stays(store: CloudStore, size: int) -> None:
     """Without `replace` the first writer's bytes stay, silently; with it the last one's do."""
     _put(store, "blob", b"a" * size, replace=False)

@@ -157,6 +157,17 @@ def test_a_disk_that_fails(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> 
         part(file, 0, 10)
 
 
+@pytest.mark.parametrize("call", ["preadv", "fstat"])
+def test_a_file_that_its_server_no_longer_has(
+    file: LocalFile, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a network file system one that was replaced may be gone at any call: that is a change."""
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, failing(errno.ESTALE))
+        with pytest.raises(StorageChanged, match="data"):
+            part(file, 0, 10)
+
+
 def test_a_file_stays_open_until_its_last_read_is_over(
     file: LocalFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +237,20 @@ def test_no_room_is_left(
     with pytest.raises(expected, match="weights/data"):
         put(store, "data")
     assert [] == left_in(tmp_path)
+
+
+def test_a_file_system_that_settles_no_folders(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a folder cannot be synced, as on some network file systems, what was written is there."""
+    fsync = os.fsync
+
+    def only_files(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    put(store, "data")
+    assert [Entry("data", 3)] == list(store.list())
 
 
 @pytest.mark.parametrize("links", [True, False])

@@ -42,12 +42,22 @@ def test_a_url_names_its_origin(url: str, expected: Origin) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://host/a", "//host/a", "http:///a", "http://host:x/?key=secret", "http://user:secret@host/"]
+    "url",
+    [
+        "ftp://host/a",
+        "//host/a",
+        "http:///a",
+        "http://host:x/?key=secret",
+        "http://user:secret@host/",
+        "https://models..example/a?key=secret",
+        f"https://{'x' * 64}.example/a",
+    ],
 )
 def test_no_other_url_is_asked_for(url: str) -> None:
-    """What is no plain http or https URL is refused, without its query."""
-    with pytest.raises(StorageError, match="cannot be asked for"):
+    """What is no plain http or https URL of a possible host is refused, without its query."""
+    with pytest.raises(StorageError, match="cannot be asked for") as raised:
         _ = Request(url).origin
+    assert "secret" not in str(raised.value)
 
 
 def test_a_request_hides_what_may_be_secret() -> None:

@@ -104,9 +104,9 @@ def test_errors_that_storage_acts_upon_have_a_word_of_everybodys() -> None:
 SECRET_URL = "https://s3.example.com/models/a?X-Amz-Signature=secret"
 
 
-def _refused(code: str, status: int, operation: str = "HeadObject") -> ClientError:
+def _refused(code: str, status: int, operation: str = "HeadObject", message: str = "said so") -> ClientError:
     return ClientError(
-        {"Error": {"Code": code, "Message": "said so"}, "ResponseMetadata": {"HTTPStatusCode": status}},
+        {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}},
         operation,
     )
 
@@ -122,6 +122,11 @@ def _refused(code: str, status: int, operation: str = "HeadObject") -> ClientErr
             _refused("InvalidIdentityToken", 400, "AssumeRoleWithWebIdentity"),
             StorageDenied,
             f"{URI}: AWS gives no credentials: said so (InvalidIdentityToken)",
+        ),
+        (
+            _refused("AccessDenied", 403, "AssumeRole", "said\n  so."),
+            StorageDenied,
+            f"{URI}: AWS gives no credentials: said so (AccessDenied)",
         ),
         (aws.NoCredentialsError(), StorageDenied, f"{URI}: no credentials were found"),
         (

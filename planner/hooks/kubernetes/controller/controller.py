@@ -15,7 +15,15 @@ from typing import Final, TypeVar
 from planner.hooks.fleet import Fleet, PlannerAway
 from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.cluster import Cluster
-from planner.hooks.kubernetes.controller import announcing, coming, keeping, leaving, readiness, telling
+from planner.hooks.kubernetes.controller import (
+    announcing,
+    coming,
+    keeping,
+    leaving,
+    readiness,
+    telling,
+    traced,
+)
 from planner.hooks.kubernetes.controller.acting import Acting, Action
 from planner.hooks.kubernetes.controller.memory import Memory, remember
 from planner.hooks.kubernetes.controller.metrics import Metrics
@@ -23,6 +31,7 @@ from planner.hooks.kubernetes.controller.scene import Look, Scene, ended, scene
 from planner.hooks.kubernetes.controller.world import World
 from rfork.logs import logger
 from rfork.settings import HookSettings
+from rfork.tracing import OFF, Tracer
 from rfork.wire import ScaleUpView
 
 AWAY_TOLD_S: Final = 10.0
@@ -37,7 +46,13 @@ class Controller:
     """See the module. `world` is kept up to date by others, on the same event loop."""
 
     def __init__(
-        self, settings: HookSettings, cluster: Cluster, fleet: Fleet, metrics: Metrics, clock: Clock
+        self,
+        settings: HookSettings,
+        cluster: Cluster,
+        fleet: Fleet,
+        metrics: Metrics,
+        clock: Clock,
+        tracer: Tracer = OFF,
     ) -> None:
         self.world = World()
         self._settings = settings
@@ -45,7 +60,8 @@ class Controller:
         self._fleet = fleet
         self._metrics = metrics
         self._clock = clock
-        self._acting = Acting(clock, metrics)
+        self._tracer = tracer
+        self._acting = Acting(clock, metrics, tracer)
         self._memory = Memory()
         self._look: Look | None = None
         self._away_since: float | None = None
@@ -54,7 +70,7 @@ class Controller:
 
     def begin(self) -> None:
         """This replica leads from now on."""
-        self._acting = Acting(self._clock, self._metrics)
+        self._acting = Acting(self._clock, self._metrics, self._tracer)
         pods = self.world.pods
         self._memory = Memory()
         self._memory.told |= dict.fromkeys(telling.made_before(pods.items.values()))
@@ -100,8 +116,18 @@ class Controller:
                     *self._keeping(seen),
                     *(self._saying(one) for one in conditions if not one.verdict.status),
                 ]
+            await self._do(to_planner, to_cluster, allowed)
+
+    async def _do(
+        self, to_planner: Iterable[Action], to_cluster: Iterable[Action], allowed: Callable[[], bool]
+    ) -> None:
+        """Do what was decided, in one span if there is anything: most reconciles find nothing to be done."""
+        to_planner, to_cluster = self._acting.due(to_planner), self._acting.due(to_cluster)
+        if not (to_planner or to_cluster or self._acting.due(self._announced())):
+            return
+        with self._tracer.span("reconcile", actions=len(to_planner) + len(to_cluster)):
             await asyncio.gather(self._acting.do(to_planner, allowed), self._acting.do(to_cluster, allowed))
-            await self._acting.do(self._telling(tuple(self._memory.announced.values())), allowed)
+            await self._acting.do(self._announced(), allowed)
 
     # -- what is known -----------------------------------------------------------------------------
 
@@ -160,9 +186,9 @@ class Controller:
         ):
             uid = one.scaleup.scaleup_id
             news = waited.sizes[uid] if uid in rose else None
-            yield Action("announce", uid, partial(self._announce, one, news))
+            yield Action("announce", uid, partial(self._announce, one, news), traced.of_scaleup(one))
         for uid in announcing.to_withdraw(waited.coming, look.scaleups, memory.differs, look.at):
-            yield Action("withdraw", uid, partial(self._withdraw, uid))
+            yield Action("withdraw", uid, partial(self._withdraw, uid), {"scaleup": uid})
 
     async def _announce(self, one: coming.Coming, news: int | None) -> None:
         """`news`: the size that people are told of; None: they know."""
@@ -186,7 +212,8 @@ class Controller:
     def _leaving(self, seen: Scene) -> Iterator[Action]:
         removed, over_before = self._memory.removed.keys(), self._memory.over_before
         for instance_id in self._part("leaving", lambda: leaving.decide(seen, removed, over_before)) or ():
-            yield Action("remove", instance_id, partial(self._remove, instance_id))
+            told = {"instance": instance_id}
+            yield Action("remove", instance_id, partial(self._remove, instance_id), told)
 
     async def _remove(self, instance_id: str) -> None:
         await self._fleet.remove(instance_id)
@@ -201,7 +228,8 @@ class Controller:
         return found or ()
 
     def _saying(self, one: readiness.Condition) -> Action:
-        return Action("condition", one.pod.uid, partial(self._say, one))
+        told = {**traced.of_pod(one.pod), "ready": one.verdict.status, "reason": one.verdict.reason}
+        return Action("condition", one.pod.uid, partial(self._say, one), told)
 
     async def _say(self, one: readiness.Condition) -> None:
         verdict = one.verdict
@@ -216,7 +244,8 @@ class Controller:
             return
         changed = self._memory.changed
         for cost in self._part("keeping", lambda: keeping.decide(seen, changed)) or ():
-            yield Action("annotate", cost.pod.uid, partial(self._set_cost, cost))
+            told = {**traced.of_pod(cost.pod), "cost": cost.value or ""}
+            yield Action("annotate", cost.pod.uid, partial(self._set_cost, cost), told)
 
     async def _set_cost(self, cost: keeping.Cost) -> None:
         self._memory.changed[cost.pod.uid] = self._clock()
@@ -236,7 +265,12 @@ class Controller:
 
     def _telling(self, tellings: Iterable[telling.Telling]) -> Iterator[Action]:
         for one in tellings:
-            yield Action("event", f"{one.about.uid}/{one.reason}", partial(self._tell, one))
+            told = {**traced.of_object(one.about), "reason": one.reason}
+            yield Action("event", f"{one.about.uid}/{one.reason}", partial(self._tell, one), told)
+
+    def _announced(self) -> Iterator[Action]:
+        """The Events of scale-ups that were announced, and are not told of yet."""
+        return self._telling(tuple(self._memory.announced.values()))
 
     async def _tell(self, one: telling.Telling) -> None:
         await self._cluster.tell(one.about, one.kind, one.reason, one.message)

@@ -17,6 +17,7 @@ from planner.hooks.kubernetes.election import Election
 from planner.hooks.probes import Status
 from rfork.logs import logger
 from rfork.settings import HookSettings
+from rfork.tracing import OFF, Tracer
 
 DEBOUNCE_S: Final = 0.1
 """How long news is gathered: what is scaled makes many objects at once."""
@@ -31,13 +32,14 @@ async def run(
     status: Status,
     *,
     clock: Clock = time.time,
+    tracer: Tracer = OFF,
 ) -> None:
     """Watch, and act while this replica leads; until cancelled, at which it gives up the lead.
 
     Metrics are put into `status.registry`. Raises ClusterUnavailable where a watch ends, which none does.
     """
     election = Election(cluster, settings.lease, settings.namespace, settings.identity, settings.lease_s)
-    loop = _Loop(settings, cluster, fleet, status, election, clock)
+    loop = _Loop(settings, cluster, fleet, status, election, clock, tracer)
     world = loop.controller.world
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(loop.follow("pods", cluster.pods(), world.pods))
@@ -57,9 +59,10 @@ class _Loop:
         status: Status,
         election: Election,
         clock: Clock,
+        tracer: Tracer,
     ) -> None:
         self._metrics = Metrics(status.registry)
-        self.controller = Controller(settings, cluster, fleet, self._metrics, clock)
+        self.controller = Controller(settings, cluster, fleet, self._metrics, clock, tracer)
         self._look_s = settings.look_s
         self._status = status
         self._election = election

@@ -33,15 +33,19 @@ class Kept(Generic[Seen]):
             there = {item.uid: item for item in news.items}
             left = [item for uid, item in self.items.items() if uid not in there]
             self.items, self.listed = there, True
+            for uid in there.keys() & self.gone.keys():
+                del self.gone[uid]
         else:
             self.items.pop(news.item.uid, None)
             left = [news.item]
         for item in left:
             self.gone.pop(item.uid, None)
             self.gone[item.uid] = (item, now)
-        for uid, (_, since) in list(self.gone.items()):
-            if uid in self.items or since < now - GONE_S or len(self.gone) > MOST_GONE:
-                del self.gone[uid]
+        while self.gone:  # the first went first: what is behind it need not be looked at
+            uid, (_, since) = next(iter(self.gone.items()))
+            if since >= now - GONE_S and len(self.gone) <= MOST_GONE:
+                break
+            del self.gone[uid]
 
 
 class KeptPods(Kept[PodSeen]):

@@ -3,65 +3,16 @@
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
 import kubernetes_validate
 import pytest
-from hypothesis import HealthCheck, assume, given
-from hypothesis import settings as trying
-from hypothesis import strategies as st
 
 import rfork
 from planner.hooks.kubernetes import names
-from planner.hooks.kubernetes.mutate import mutated
-from planner.hooks.kubernetes.pods import Wanted, wanted
-from rfork.errors import SettingsError
-from rfork.settings import HookSettings, Settings
-from tests.unit.hooks.kubernetes.documents import (
-    PLANNER,
-    SETTINGS,
-    SGLANG,
-    VLLM,
-    Document,
-    container,
-    defaulted,
-    hook,
-    labelled_pods,
-    pod,
-)
-
-
-def injected(document: Document, **options: object) -> Document:
-    """The Pod after the webhook, which has nothing to say."""
-    made, notes = change(document, hook(**options))
-    assert () == notes
-    return made
-
-
-def change(
-    document: Document, settings: HookSettings, *, led: bool = True
-) -> tuple[Document, tuple[str, ...]]:
-    """The Pod after the webhook, and its notes; a controller leads unless told otherwise."""
-    found = wanted(document)
-    assert isinstance(found, Wanted), found
-    return mutated(document, found, settings, PLANNER, led=led)
-
-
-def engine_of(document: Document) -> Document:
-    """The container of the name that `container` gives."""
-    found: Document = next(each for each in document["spec"]["containers"] if each["name"] == "engine")
-    return found
-
-
-def environment_of(document: Document) -> dict[str, Any]:
-    """Its variables: the value, or where it comes from."""
-    return {each["name"]: each.get("value", each.get("valueFrom")) for each in engine_of(document)["env"]}
-
-
-def field(path: str) -> Document:
-    """Where a variable comes from, of the Pod."""
-    return {"fieldRef": {"fieldPath": path}}
+from rfork.settings import Settings
+from tests.unit.hooks.kubernetes.changed import change, engine_of, environment_of, field, injected
+from tests.unit.hooks.kubernetes.documents import PLANNER, SGLANG, VLLM, Document, container, hook, pod
 
 
 def test_a_pod_of_vllm_word_for_word() -> None:
@@ -161,71 +112,6 @@ def test_nothing_drains_where_no_time_is_given() -> None:
     )
 
 
-def test_files_by_an_init_container() -> None:
-    """It copies them as nobody in particular, into a volume that Python finds them in."""
-    made = injected(pod(container(env=[{"name": "PYTHONPATH", "value": "/app"}])), files="init")
-    small = {"cpu": "100m", "memory": "64Mi"}
-    expected = {
-        "name": "rfork-files",
-        "image": "registry/rfork:1",
-        "command": ["cp", "-R", "/opt/rfork/files/.", "/target"],
-        "resources": {"requests": small, "limits": small},
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-            "runAsNonRoot": True,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "volumeMounts": [{"name": "rfork-files", "mountPath": "/target"}],
-    }
-    assert [expected] == made["spec"]["initContainers"]
-    assert [{"name": "rfork-files", "emptyDir": {}}] == made["spec"]["volumes"]
-    assert [{"name": "rfork-files", "mountPath": "/opt/rfork"}] == engine_of(made)["volumeMounts"]
-    assert "/opt/rfork/path:/app" == environment_of(made)["PYTHONPATH"]
-    assert ["/bin/sh", "/opt/rfork/bin/rfork", "drain", "--own", "--wait", "60"] == (
-        engine_of(made)["lifecycle"]["preStop"]["exec"]["command"]
-    )
-
-
-def test_files_by_an_image_volume() -> None:
-    """The whole image, read-only: its files lie where they lie in it."""
-    made = injected(pod(), files="image")
-    assert [{"name": "rfork-files", "image": {"reference": "registry/rfork:1"}}] == made["spec"]["volumes"]
-    assert [{"name": "rfork-files", "mountPath": "/opt/rfork", "readOnly": True}] == engine_of(made)[
-        "volumeMounts"
-    ]
-    assert "/opt/rfork/opt/rfork/files/path" == environment_of(made)["PYTHONPATH"]
-    assert "initContainers" not in made["spec"]
-
-
-def test_a_pod_that_runs_as_root_copies_as_another() -> None:
-    """Or the kubelet would refuse a container that must not be root."""
-    made = injected(pod(securityContext={"runAsUser": 0}), files="init")
-    assert 65532 == made["spec"]["initContainers"][0]["securityContext"]["runAsUser"]
-
-
-def test_files_without_an_image_are_refused() -> None:
-    """The engine would not start: it does not know the load format."""
-    with pytest.raises(SettingsError, match="no image of rfork's files"):
-        change(pod(annotations={names.FILES: "init"}), hook())
-
-
-@pytest.mark.parametrize(
-    ("document", "settings"),
-    [
-        (pod(), hook(files="image", image_volumes=False)),
-        (pod(annotations={names.FILES: "image"}), hook(files="init")),
-    ],
-)
-def test_an_image_volume_where_the_cluster_knows_none_is_refused(
-    document: Document, settings: HookSettings
-) -> None:
-    """By setting or annotation: such a Pod would be refused, or start without the volume."""
-    with pytest.raises(SettingsError, match="as an image volume, which this cluster is not said to know"):
-        change(document, settings)
-
-
 @pytest.mark.parametrize(
     ("setting", "led", "expected"),
     [(True, True, [names.WEIGHTS_READY]), (True, False, []), (False, True, []), (False, False, [])],
@@ -251,50 +137,6 @@ def test_an_engine_without_a_readiness_probe_is_told() -> None:
     assert (made, ()) == change(made, hook())
     training = pod(container(command=["x"], readinessProbe=None), annotations={names.ENGINE: "pytorch"})
     assert () == change(training, hook())[1]
-
-
-@pytest.mark.parametrize(
-    ("given_variable", "expected"),
-    [
-        ({"name": "PYTHONPATH"}, [{"name": "PYTHONPATH", "value": "/opt/rfork/path"}]),
-        (
-            {"name": "PYTHONPATH", "value": "$(A):/b"},
-            [{"name": "PYTHONPATH", "value": "/opt/rfork/path:$(A):/b"}],
-        ),
-        (
-            {"name": "PYTHONPATH", "value": "/a:/opt/rfork/path"},
-            [{"name": "PYTHONPATH", "value": "/a:/opt/rfork/path"}],
-        ),
-        (
-            {"name": "PYTHONPATH", "valueFrom": {"configMapKeyRef": {"name": "m", "key": "k"}}},
-            [
-                {"name": "RFORK_OWN_PYTHONPATH", "valueFrom": {"configMapKeyRef": {"name": "m", "key": "k"}}},
-                {"name": "PYTHONPATH", "value": "/opt/rfork/path:$(RFORK_OWN_PYTHONPATH)"},
-            ],
-        ),
-    ],
-)
-def test_pythons_path_goes_on(given_variable: Document, expected: list[Document]) -> None:
-    """Behind rfork's files; from elsewhere it is referred to."""
-    made, _ = change(pod(container(env=[given_variable])), hook(files="init"))
-    assert expected == [each for each in engine_of(made)["env"] if "PYTHONPATH" in each["name"]]
-
-
-@pytest.mark.parametrize(
-    ("words", "variable", "expected"),
-    [
-        (VLLM, {"name": "VLLM_PLUGINS", "value": "lora"}, "lora,rfork"),
-        (VLLM, {"name": "VLLM_PLUGINS"}, "rfork"),
-        (VLLM, {"name": "VLLM_PLUGINS", "value": "rfork,lora"}, "rfork,lora"),
-        (VLLM, {"name": "SGLANG_PLUGINS", "value": "lora"}, "lora"),
-        (SGLANG, {"name": "SGLANG_PLUGINS", "value": "lora"}, "lora,rfork"),
-        (SGLANG, {"name": "SGLANG_PLUGINS", "value": ""}, ""),
-    ],
-)
-def test_plugin_lists_let_rfork_through(words: list[str], variable: Document, expected: str) -> None:
-    """The engine's own, as it reads it."""
-    made = injected(pod(container(command=words, env=[variable])))
-    assert expected == environment_of(made)[variable["name"]]
 
 
 def test_tls_between_instances() -> None:
@@ -367,19 +209,6 @@ def test_what_a_user_set_stays_and_is_told() -> None:
     assert (expected, "\n".join(expected)) == (notes, after["metadata"]["annotations"][names.NOTES])
 
 
-def test_the_grace_period_grows_by_the_drain_once() -> None:
-    """What the server had to end in is left to it, also when the webhook is called again."""
-    once = injected(pod(terminationGracePeriodSeconds=600))
-    again = injected(defaulted(once))
-    assert (660, 660) == tuple(each["spec"]["terminationGracePeriodSeconds"] for each in (once, again))
-
-
-def test_a_refusal_of_before_is_taken_back() -> None:
-    """A Pod that was copied from one that could not be helped, and mended."""
-    made = injected(pod(annotations={names.REFUSED: "no", names.NOTES: "stale"}))
-    assert {names.INJECTED: rfork.__version__} == made["metadata"]["annotations"]
-
-
 def test_each_variable_is_one_that_rfork_reads() -> None:
     """Settings take them as they come: no name is misspelt, no value refused."""
     annotations = {names.SNAPSHOT: "s3://b/m", names.REQUIRED: "true"}
@@ -401,54 +230,3 @@ def test_the_schemas_know_all_of_it(version: str, files: str, engine: list[str])
     document = pod(container(command=engine), {"name": "b", "image": "b"}, annotations=annotations)
     made = injected(document, files=files, ca_secret="mtls")
     assert version == kubernetes_validate.validate(made, version, strict=True)
-
-
-def meddled(document: Document) -> Document:
-    """After another webhook: defaults, a sidecar, variables, mounts, an init container, a label."""
-    made = defaulted(copy.deepcopy(document))
-    spec = made["spec"]
-    for key in ("containers", "initContainers", "volumes"):
-        spec[key] = spec.get(key) or []
-    for each in spec["containers"]:
-        each["env"] = [{"name": "FIRST", "value": "1"}, *(each.get("env") or []), {"name": "LAST"}]
-        each["volumeMounts"] = [*(each.get("volumeMounts") or []), {"name": "mesh", "mountPath": "/mesh"}]
-    spec["containers"].insert(0, {"name": "mesh", "image": "mesh:1", "args": ["proxy"]})
-    spec["initContainers"].insert(0, {"name": "mesh-init", "image": "mesh:1"})
-    spec["volumes"].insert(0, {"name": "mesh", "emptyDir": {}})
-    made["metadata"]["labels"]["mesh"] = "on"
-    made["metadata"]["annotations"]["kubectl.kubernetes.io/default-container"] = "engine"
-    return made
-
-
-@pytest.mark.parametrize("files", ["none", "init", "image"])
-@pytest.mark.parametrize(
-    "document",
-    [
-        pod(),
-        pod(container(image="vllm/vllm-openai:v1", args=["m"])),
-        pod(container(args=["m"]), annotations={names.ENGINE: "sglang", names.SAME_HOST: "ipc"}),
-        pod(container(env=[{"name": "RFORK_MODEL", "value": "x"}, {"name": "PYTHONPATH", "value": "/a"}])),
-        pod(container(lifecycle={"preStop": {"exec": {"command": ["sleep", "1"]}}})),
-    ],
-)
-def test_a_second_call_changes_nothing(document: Document, files: str) -> None:
-    """Also after another webhook, and after the API server's own defaults."""
-    settings = hook(files=files, ca_secret="mtls", same_host=True)
-    between = meddled(change(document, settings)[0])
-    assert (between, ()) == change(between, settings)
-
-
-@trying(suppress_health_check=[HealthCheck.filter_too_much], deadline=None)
-@given(labelled_pods(), SETTINGS, st.booleans(), st.booleans())
-def test_twice_is_once(document: Document, settings: HookSettings, led: bool, led_later: bool) -> None:
-    """For any Pod that can be helped, whoever leads then; the Pod itself stays as it was."""
-    document = json.loads(json.dumps(document))  # in which no list stands in two places
-    found = wanted(document)
-    assume(isinstance(found, Wanted))
-    assert isinstance(found, Wanted)
-    kept = copy.deepcopy(document)
-    once, _ = mutated(document, found, settings, PLANNER, led=led)
-    again = wanted(once)
-    assert isinstance(again, Wanted), again
-    twice, notes = mutated(once, again, settings, PLANNER, led=led_later)
-    assert (kept, once, ()) == (document, twice, notes)

@@ -10,6 +10,7 @@ import pytest
 from planner.problems import ProblemError
 from planner.registry import Registry
 from planner.ui import feed as feeds
+from planner.ui import telling
 from planner.ui.feed import Feed
 from planner.ui.reader import MOST_WAITING, Reader
 from planner.ui.rows import Row, changed
@@ -69,10 +70,16 @@ async def test_a_page_is_told_all_there_is_and_then_what_changes(registry: Regis
     beginning = await told(reader, "event: ready")
     assert ("begin", "ready") == (beginning[0][0], beginning[-1][0])
     assert (["s", "a"], ["fork-a"]) == (ids(beginning, "instances"), ids(beginning, "forks"))
-    progress = ForkProgress(verified=((0, 6),), bytes_read=6 << 20, bytes_per_s=1e6, sources={"s": 6 << 20})
+    progress = ForkProgress(
+        verified=((0, 6),), bytes_read=6 << 20, bytes_per_s=1e6, sources={"s": 6 << 20},
+        source_bytes_per_s={"s": 9.6e5},
+    )  # fmt: skip
     await registry.progress("fork-a", progress)
     [(_, change)] = await told(reader, "fork-a")
-    expected = {"id": "fork-a", "verified": 6, "read": 6 << 20, "rate": 1_000_000, "sources": {"s": 6 << 20}}
+    expected = {
+        "id": "fork-a", "verified": 6, "read": 6 << 20, "rate": 1_000_000, "sources": {"s": 6 << 20},
+        "rates": {"s": 960_000},
+    }  # fmt: skip
     assert [expected] == change["forks"]
     assert [{"id": "a", "verified": 6}] == change["instances"]
 
@@ -117,14 +124,19 @@ async def test_nobody_looks_and_nothing_runs(registry: Registry, feed: Feed) -> 
     """Before the first page and after the last one there is no task, no listener, and no row."""
     await registry.report(whole("s"))
     listeners = registry.state._listeners
-    assert (None, [], {}) == (feed._task, listeners, feed._instances)
+    assert (None, [], {}) == (feed._task, listeners, feed._telling._instances)
     reader = await feed.join()
-    assert (1, 1) == (len(listeners), len(feed._instances))
+    assert (1, 1) == (len(listeners), len(feed._telling._instances))
     task = feed._task
     feed.leave(reader)
     assert task is not None
     await asyncio.gather(task, return_exceptions=True)
-    assert (None, [], {}, {}) == (feed._task, registry.state._listeners, feed._instances, feed._forks)
+    assert (None, [], {}, {}) == (
+        feed._task,
+        registry.state._listeners,
+        feed._telling._instances,
+        feed._telling._forks,
+    )
 
 
 async def test_pages_are_bounded(feed: Feed) -> None:
@@ -153,7 +165,7 @@ async def test_a_turn_makes_a_bounded_number_of_rows(
     registry: Registry, feed: Feed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where more changed at once, the rest is told in the turns that follow, and nothing is lost."""
-    monkeypatch.setattr(feeds, "MOST_ROWS", 3)
+    monkeypatch.setattr(telling, "MOST_ROWS", 3)
     reader = await feed.join()
     await told(reader, "event: ready")
     for index in range(10):
@@ -183,7 +195,7 @@ async def test_the_oldest_that_ended_are_dropped(
     registry: Registry, feed: Feed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page keeps the last forks that ended, and is told which of them to forget."""
-    monkeypatch.setattr(feeds, "ENDED", 2)
+    monkeypatch.setattr(telling, "ENDED", 2)
     reader = await feed.join()
     await told(reader, "event: ready")
     for name in "abc":
@@ -225,7 +237,7 @@ async def test_a_fork_that_ended_and_was_forgotten_is_dropped() -> None:
         await small.finish(f"fork-{name}", ForkFinish(outcome="forked", seconds=1, bytes_read=1))
     [(_, change)] = await told(reader, "dropped")
     assert (["fork-b"], ["fork-a"], ["fork-b"]) == (
-        ids([("", change)], "forks"), change["dropped"], list(feed._forks),
+        ids([("", change)], "forks"), change["dropped"], list(feed._telling._forks),
     )  # fmt: skip
     feed.close()
     feed.leave(reader)
@@ -241,7 +253,7 @@ async def test_a_feed_that_fails_turns_pages_away(
 
     await registry.report(whole("s"))
     with monkeypatch.context() as patch:
-        patch.setattr(feeds, "instance_row", broken)
+        patch.setattr(telling, "instance_row", broken)
         async with asyncio.timeout(10):
             both = await asyncio.gather(feed.join(), feed.join(), return_exceptions=True)
     assert [(503, "not-ready")] * 2 == [
@@ -249,3 +261,22 @@ async def test_a_feed_that_fails_turns_pages_away(
     ]
     assert {} == feed._readers
     assert ["s"] == ids(await told(await feed.join(), "event: ready"), "instances")
+
+
+async def test_what_was_saved_is_told_of_models_that_are_gone_too(registry: Registry, feed: Feed) -> None:
+    """With the first message about sums; nothing as long as nobody can say."""
+    size = whole("s").image_bytes
+    await registry.report(whole("s"))
+    before = await told(await feed.join(), "event: ready")
+    for name, source, seconds in (("a", "snapshot:file:///x", 9.0), ("b", "s", 2.0)):
+        await registry.ask(ask(name))
+        end = ForkFinish(outcome="forked", seconds=seconds, bytes_read=size, sources={source: size})
+        await registry.finish(f"fork-{name}", end)
+    for name in ("s", "a", "b"):
+        await registry.remove(name)
+    for reader in list(feed._readers):
+        feed.leave(reader)
+    after = await told(await feed.join(), "event: ready")
+    assert ([None], [7.0]) == tuple(
+        [data["saved_s"] for _, data in messages if "saved_s" in data] for messages in (before, after)
+    )

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from planner.hooks.kubernetes.controller.controller import Controller
 from planner.hooks.kubernetes.controller.metrics import Metrics
 from rfork.settings import HookSettings
+from rfork.tracing import OFF
 from tests.unit.clock import Clock
 from tests.unit.hooks.kubernetes.fake_cluster import Event, FakeCluster
 from tests.unit.hooks.kubernetes.fake_fleet import FakeFleet
@@ -26,12 +27,15 @@ class Stage:
         self.cluster = FakeCluster(self.clock)
         self.fleet = FakeFleet(self.clock)
         self.registry = CollectorRegistry()
+        self.tracer = OFF
         self.controller = self.another()
 
     def another(self) -> Controller:
         """A replica of the controller, that sees what there is and leads from now on."""
         self.registry = CollectorRegistry()
-        made = Controller(self.settings, self.cluster, self.fleet, Metrics(self.registry), self.clock)
+        made = Controller(
+            self.settings, self.cluster, self.fleet, Metrics(self.registry), self.clock, self.tracer
+        )
         pods, workloads = made.world.pods, made.world.workloads
         self.cluster.watch(
             lambda news: pods.hear(news, self.clock.now), lambda news: workloads.hear(news, self.clock.now)

@@ -6,6 +6,7 @@ import pytest
 
 from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.cluster import Listed, News, ObjectRef, PodSeen, Put, Removed
+from planner.hooks.kubernetes.controller import world
 from planner.hooks.kubernetes.controller.owners import Owners, pods_of_replica
 from planner.hooks.kubernetes.controller.scene import Look, all_ranks, pod_uid, scene, size
 from planner.hooks.kubernetes.controller.world import GONE_S, Kept, KeptPods
@@ -161,3 +162,13 @@ def test_a_pod_whose_label_came_back_is_not_gone() -> None:
     kept.hear(Removed(pod(5)), 1.0)
     kept.hear(Put(pod(5)), 2.0)
     assert {} == kept.gone
+
+
+def test_what_is_gone_is_remembered_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that went first are forgotten first, however many go at once."""
+    monkeypatch.setattr(world, "MOST_GONE", 2)
+    kept: Kept[PodSeen] = Kept()
+    kept.hear(Listed(tuple(map(pod, (5, 6, 7, 8)))), 0.0)
+    kept.hear(Removed(pod(8)), 1.0)
+    kept.hear(Listed((pod(7),)), 2.0)
+    assert [uid(5), uid(6)] == list(kept.gone)

@@ -1,0 +1,42 @@
+"""Links of a page that is shown elsewhere than in its repository: on a package index, with a release.
+
+The repository does not know its own address. Whoever makes a release says it: the release workflow, from
+what its host tells it. Addresses have the form of GitHub's.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+LINK: Final = re.compile(
+    r"```.*?^ *```|`[^`\n]*`|(?<=\]\()(?P<target>[^)\s]+)(?=\))", re.DOTALL | re.MULTILINE
+)
+"""Code, which stays as it is, or where a link or a picture leads."""
+PICTURES: Final = frozenset({".svg", ".png"})
+
+
+def relative(page: str) -> list[str]:
+    """Where a page's links lead that mean a file beside it."""
+    return [
+        found["target"] for found in LINK.finditer(page) if found["target"] and _is_relative(found["target"])
+    ]
+
+
+def absolute(page: str, root: Path, repository: str, version: str) -> str:
+    """The page with such links as addresses of that tag of the repository, whose files are in `root`."""
+
+    def address(found: re.Match[str]) -> str:
+        target = found["target"]
+        if target is None or not _is_relative(target):
+            return found[0]
+        path = target.partition("#")[0]
+        kind = "raw" if Path(path).suffix in PICTURES else "tree" if (root / path).is_dir() else "blob"
+        return f"{repository.rstrip('/')}/{kind}/{version}/{target}"
+
+    return LINK.sub(address, page)
+
+
+def _is_relative(target: str) -> bool:
+    return re.match(r"[a-z]+:|#|//", target) is None

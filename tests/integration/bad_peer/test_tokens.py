@@ -1,0 +1,84 @@
+"""Tokens that are not good, or not any more, by either way."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from rfork.control.lease import derive_key
+from rfork.peer.v1 import peer_pb2
+from tests.integration.bad_peer.scene import Scene, bearer, connected, everything, http_get
+from tests.integration.bad_peer_node import SEED_ID, Lease
+
+
+def jwt(header: str, payload: str) -> str:
+    """A token of these two parts, with a signature of nothing."""
+    parts = (base64.urlsafe_b64encode(part.encode()).rstrip(b"=").decode() for part in (header, payload))
+    return ".".join([*parts, ""])
+
+
+def edited(token: str) -> str:
+    """The token with another fork in it, under the old signature."""
+    header, payload, signature = token.split(".")
+    claims = json.loads(base64.urlsafe_b64decode(payload + "=="))
+    changed = base64.urlsafe_b64encode(json.dumps({**claims, "sub": "good"}).encode()).rstrip(b"=").decode()
+    return ".".join([header, changed, signature])
+
+
+def claims_of(lease: Lease) -> str:
+    payload = lease.token.split(".")[1]
+    return base64.urlsafe_b64decode(payload + "==").decode()
+
+
+TOKENS: dict[str, Callable[[Lease], str]] = {
+    "none": lambda lease: "",
+    "expired": lambda lease: replace(lease, lives_s=-1.0).token,
+    "for another source": lambda lease: replace(lease, source_id="seed-2").token,
+    "of another generation": lambda lease: replace(lease, generation=7).token,
+    "signed by another key": lambda lease: replace(lease, key=derive_key(b"x" * 32, SEED_ID)).token,
+    "signed for another source's key": lambda lease: replace(lease, key=derive_key(b"s" * 32, "x")).token,
+    "edited": lambda lease: edited(lease.token),
+    "cut": lambda lease: lease.token[:-1],
+    "without a signature": lambda lease: jwt('{"alg":"none","typ":"JWT"}', claims_of(lease)),
+    "with a signature of nothing": lambda lease: jwt('{"alg":"HS256","typ":"JWT"}', claims_of(lease)),
+    "nested": lambda lease: jwt("[" * 5000, claims_of(lease)),
+    "of null": lambda lease: jwt("null", "null"),
+    "of no base64": lambda lease: "!!.??.!!",
+    "of dots": lambda lease: "." * 5000,
+}
+
+
+@pytest.mark.parametrize("token", TOKENS)
+def test_tokens_of_no_worth(scene: Scene, token: str) -> None:
+    """No byte, no manifest and no channel for a token that is not good, by either way."""
+    shown = TOKENS[token](scene.lease)
+    with contextlib.ExitStack() as stack, connected(scene.http) as connection:
+        connection.sendall(http_get(shown, "Connection: close\r\n"))
+        status = everything(connection)[9:12]
+        request = peer_pb2.OpenChannelRequest(layout_id=scene.layout_id, transports=["http"])
+        with pytest.raises(grpc.RpcError) as refused:
+            scene.stub(stack).OpenChannel(request, metadata=bearer(shown), timeout=30)
+    expected = (b"410", grpc.StatusCode.ABORTED) if "generation" in token else None
+    expected = expected or (b"401" if not shown else b"403", grpc.StatusCode.PERMISSION_DENIED)
+    assert expected == (status, refused.value.code())
+
+
+def test_a_token_is_of_no_use_once_it_expired(scene: Scene) -> None:
+    """A token that was good is refused when it is shown again later, and its channel is gone."""
+    lease = replace(scene.lease, fork_id="brief", lives_s=3.0)
+    shown = lease.token
+    request = peer_pb2.OpenChannelRequest(layout_id=scene.layout_id, transports=["http"])
+    with contextlib.ExitStack() as stack:
+        stub = scene.stub(stack)
+        channel = stub.OpenChannel(request, metadata=bearer(shown), timeout=30).channel_id
+        watch = peer_pb2.WatchProgressRequest(channel_id=channel, keep_alive_ms=60_000)
+        news = list(stub.WatchProgress(watch, metadata=bearer(shown), timeout=60))
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.OpenChannel(request, metadata=bearer(shown), timeout=30)
+    assert (1, grpc.StatusCode.PERMISSION_DENIED) == (len(news), refused.value.code())

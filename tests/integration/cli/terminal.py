@@ -1,0 +1,81 @@
+"""A pseudo-terminal with one `rfork` in it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+import time
+from typing import cast
+
+DEADLINE_S = 60.0
+
+
+class Terminal:
+    """A pseudo-terminal with one `rfork` in it."""
+
+    def __init__(self, *, rows: int, columns: int) -> None:
+        self._ours, self._theirs = pty.openpty()
+        termios.tcsetwinsize(self._theirs, (rows, columns))
+        self.before = self.modes()
+        self.text = ""
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def modes(self) -> list[object]:
+        """How it is set."""
+        return cast(list[object], termios.tcgetattr(self._theirs))
+
+    def start(self, *arguments: str) -> None:
+        """Run the command with this as its terminal."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rfork", *arguments],
+            stdin=self._theirs,
+            stdout=self._theirs,
+            stderr=self._theirs,
+            env={**os.environ, "TERM": "xterm-256color"},
+            preexec_fn=_own_terminal,
+        )
+
+    def wait_for(self, text: str) -> None:
+        """Read on until it has been written; fails after `DEADLINE_S`."""
+        at, deadline = len(self.text), time.monotonic() + DEADLINE_S
+        while text not in self.text[at:]:
+            assert time.monotonic() < deadline, self.text[-3000:]
+            self._read()
+
+    def type(self, text: str) -> None:
+        """Press keys."""
+        os.write(self._ours, text.encode())
+
+    def end(self) -> int:
+        """Its exit code, once it has ended."""
+        assert self._process is not None
+        deadline = time.monotonic() + DEADLINE_S
+        while self._process.poll() is None and time.monotonic() < deadline:
+            self._read()
+        self._process.kill()
+        while self._read():
+            pass
+        return self._process.wait()
+
+    def close(self) -> None:
+        """End what still runs, and the terminal."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        for descriptor in (self._ours, self._theirs):
+            os.close(descriptor)
+
+    def _read(self) -> bool:
+        ready, _, _ = select.select([self._ours], [], [], 0.1)
+        if ready:
+            self.text += os.read(self._ours, 65536).decode(errors="replace")
+        return bool(ready)
+
+
+def _own_terminal() -> None:
+    os.setsid()
+    os.close(os.open(os.ttyname(0), os.O_RDWR))

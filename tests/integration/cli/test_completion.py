@@ -1,0 +1,76 @@
+"""Names that complete themselves in each shell."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("shell", "words"),
+    [
+        ("bash", "complete -o default -F _rfork_completion rfork"),
+        ("zsh", "#compdef rfork"),
+        ("fish", "--command rfork"),
+    ],
+)
+def test_completion_is_installed(shell: str, words: str, tmp_path: Path) -> None:
+    """`rfork --install-completion SHELL` writes the script where the shell looks for it."""
+    environment = {**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    done = subprocess.run(
+        [_script(), "--install-completion", shell],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    written = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+    assert (0, True) == (done.returncode, words in written), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shell", "variables", "expected"),
+    [
+        ("bash", {"COMP_WORDS": "rfork explain fork-", "COMP_CWORD": "2"}, {"fork-a", "fork-b", "fork-c"}),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "rfork drain s"}, {'"s":"m on host-s"'}),
+        (
+            "fish",
+            {"_TYPER_COMPLETE_ARGS": "rfork status --model ", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+            {"m\t2 seeds"},
+        ),
+    ],
+)
+def test_names_are_completed(shell: str, variables: dict[str, str], expected: set[str], fleet: str) -> None:
+    """Each shell is offered what the planner knows."""
+    told = completed(shell, variables, fleet)
+    assert [] == [word for word in expected if word not in told]
+
+
+def test_completion_is_silent_without_a_planner() -> None:
+    """A planner that says nothing costs little time and no word."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        told = completed("bash", {"COMP_WORDS": "rfork explain x", "COMP_CWORD": "2"}, url)
+    assert "" == told.strip()
+
+
+def completed(shell: str, variables: dict[str, str], planner: str) -> str:
+    """What the shell is offered, and anything on stderr."""
+    environment = {
+        **os.environ,
+        **variables,
+        "RFORK_PLANNER": planner,
+        "_RFORK_COMPLETE": f"complete_{shell}",
+    }
+    done = subprocess.run([_script()], env=environment, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+def _script() -> str:
+    """The `rfork` beside this Python: completion goes by the program's name."""
+    return str(Path(sys.executable).parent / "rfork")

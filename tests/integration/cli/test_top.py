@@ -1,0 +1,70 @@
+"""The live picture, in a pipe and on a terminal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from planner.service import running
+from rfork.control.client import PlannerClient
+from rfork.settings import PlannerSettings
+from tests.integration.cli.ended import Rfork
+from tests.integration.cli.terminal import Terminal
+from tests.unit.planner.builders import whole
+
+
+def test_top_without_a_terminal_looks_once(rfork: Rfork, fleet: str) -> None:
+    """Into a pipe it prints one picture and ends; with --json and --once one line."""
+    told = rfork("top", "--planner", fleet).out
+    assert ("forks under way (1)" in told, "fallbacks because of" in told, "\x1b" in told) == (
+        True,
+        True,
+        False,
+    )
+    line = rfork("top", "--planner", fleet, "--json", "--once").json
+    assert (4, {"NoSource": 1}) == (line["instances"], line["fallbacks"])
+
+
+def test_top_on_a_terminal(terminal: Terminal, free_port: int) -> None:
+    """It says when the planner is gone, goes on when it is back, and leaves the terminal as it was."""
+    with running(PlannerSettings(port=free_port)) as url:
+        terminal.start("top", "--planner", url, "--interval", "0.1")
+        terminal.wait_for("no instance is registered")
+    terminal.wait_for("gone since")
+    with running(PlannerSettings(port=free_port)) as url, PlannerClient(url) as client:
+        client.report(whole("s"))
+        terminal.wait_for("givers (1)")
+        terminal.type("q")
+        assert 0 == terminal.end()
+    assert (terminal.before, True) == (terminal.modes(), terminal.text.rstrip().endswith("\x1b[?1049l"))
+
+
+def test_top_is_interrupted(terminal: Terminal, fleet: str) -> None:
+    """Ctrl-C ends it as q does."""
+    terminal.start("top", "--planner", fleet)
+    terminal.wait_for("forks under way")
+    terminal.type("\x03")
+    assert (0, terminal.before) == (terminal.end(), terminal.modes())
+
+
+def test_top_is_suspended(terminal: Terminal, fleet: str) -> None:
+    """Ctrl-Z leaves the alternate screen, and it is back when the command goes on.
+
+    Here it goes on at once: no shell is there that could continue it, so the system does not let it stop.
+    """
+    terminal.start("top", "--planner", fleet)
+    terminal.wait_for("forks under way")
+    terminal.type("\x1a")
+    terminal.wait_for("\x1b[?1049l")
+    terminal.wait_for("forks under way")
+    terminal.type("q")
+    assert (0, terminal.before, 2) == (terminal.end(), terminal.modes(), terminal.text.count("\x1b[?1049h"))
+
+
+def test_an_output_that_knows_no_such_letters(fleet: str) -> None:
+    """Where stdout takes ASCII only, bars become question marks, and nothing fails."""
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "rfork", "top", "--planner", fleet]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (0, "", True) == (done.returncode, done.stderr, "??????" in done.stdout)

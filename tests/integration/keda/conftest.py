@@ -1,0 +1,75 @@
+"""A scaler of two engines and a planner."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from planner.service import running
+from rfork.settings import PlannerSettings
+from tests.integration.keda.calling import HOSTS, OPERATOR, READER, Engines, Planner, Scaler, scaling
+from tests.unit.hooks.keda.fakes import MODEL
+
+
+@pytest.fixture
+def engines() -> Iterator[Engines]:
+    """Engines that tell what a test has them tell."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known.looks += 1
+            page = known.pages.get(self.connection.getsockname()[0], 404)
+            body = page.encode() if isinstance(page, str) and self.path == "/metrics" else b"no\n"
+            self.send_response(200 if isinstance(page, str) else page)
+            if page == 302:
+                self.send_header("Location", f"http://{HOSTS[1]}:{known.port}/metrics")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    first = http.server.ThreadingHTTPServer((HOSTS[0], 0), Handler)
+    known = Engines(first.server_port)
+    servers = [first, http.server.ThreadingHTTPServer((HOSTS[1], known.port), Handler)]
+    threads = [threading.Thread(target=server.serve_forever, args=(0.05,)) for server in servers]
+    for thread in threads:
+        thread.start()
+    yield known
+    for server, thread in zip(servers, threads, strict=True):
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def planner(tmp_path: Path) -> Iterator[Planner]:
+    """A planner that nobody has reported to; the scaler may look, and no more."""
+    (tmp_path / "tokens").write_text(f"operator {OPERATOR}\nreader {READER}\n")
+    with running(PlannerSettings(port=0, heartbeat_s=60, tokens=tmp_path / "tokens")) as url:
+        yield Planner(url)
+
+
+@pytest.fixture
+def scaler_port() -> int:
+    """Another port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+async def scaler(
+    planner: Planner, engines: Engines, scaler_port: int, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Scaler]:
+    """A scaler of `planner` and `engines`, asked for what waits, that believes the planner at once."""
+    monkeypatch.setattr("planner.hooks.keda.load.SETTLE_S", 0.0)
+    metadata = {"model": MODEL, "metric": "waiting", "target": "10", "port": str(engines.port)}
+    async with scaling(planner.url, {**metadata, "scalerAddress": "x:9444"}, port=scaler_port) as made:
+        yield made

@@ -1,0 +1,73 @@
+"""The scaler's certificates."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+import trustme
+
+from planner.hooks.keda.scaler import run
+from planner.hooks.keda.v1.externalscaler_pb2_grpc import ExternalScalerStub
+from planner.hooks.probes import Status
+from rfork.errors import SettingsError
+from rfork.settings import HookSettings
+from tests.integration.keda.calling import scaling
+from tests.unit.hooks.keda.fakes import MODEL, FakeFleet
+
+
+def show(authority: trustme.CA, folder: Path) -> bytes:
+    """Write a new certificate of the scaler's; returns it."""
+    issued = authority.issue_cert("localhost", "127.0.0.1")
+    (folder / "tls.key").write_bytes(issued.private_key_pem.bytes())
+    (folder / "tls.crt").write_bytes(b"".join(each.bytes() for each in issued.cert_chain_pems))
+    return issued.cert_chain_pems[0].bytes()
+
+
+async def test_tls_that_is_renewed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scaler_port: int) -> None:
+    """With RFORK_TLS_* KEDA has to show a certificate; the scaler's own is renewed without a restart."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.crt")
+    for name, file in (("CERTIFICATE", "tls.crt"), ("KEY", "tls.key"), ("CA", "ca.crt")):
+        monkeypatch.setenv(f"RFORK_TLS_{name}", str(tmp_path / file))
+    with pytest.raises(SettingsError, match="the scaler's TLS files"):
+        await run(HookSettings(scaler_port=0), FakeFleet(), Status("scaler"))
+    first = show(authority, tmp_path)
+    keda = authority.issue_cert("keda")
+    credentials = grpc.ssl_channel_credentials(
+        authority.cert_pem.bytes(), keda.private_key_pem.bytes(), keda.cert_chain_pems[0].bytes()
+    )
+    where = f"127.0.0.1:{scaler_port}"
+    channel = grpc.aio.secure_channel(where, credentials)
+    metadata = {"model": MODEL, "metric": "waiting", "target": "10", "port": "8000"}
+    async with scaling("http://127.0.0.1:1", metadata, port=scaler_port, channel=channel) as scaler:
+        assert 10.0 == (await scaler.stub.GetMetricSpec(scaler.about())).metricSpecs[0].targetSizeFloat
+        shown = [await shown_by(scaler_port, tmp_path, authority)]
+        second = show(authority, tmp_path)
+        shown.append(await shown_by(scaler_port, tmp_path, authority))
+        (tmp_path / "tls.crt").write_text("half a renew")
+        shown.append(await shown_by(scaler_port, tmp_path, authority))
+        assert [first, second, second] == shown
+        stranger = grpc.aio.secure_channel(where, grpc.ssl_channel_credentials(authority.cert_pem.bytes()))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ExternalScalerStub(stranger).GetMetricSpec(scaler.about())
+        assert grpc.StatusCode.UNAVAILABLE == refused.value.code()
+        await stranger.close(None)
+
+
+async def shown_by(port: int, folder: Path, authority: trustme.CA) -> bytes:
+    """The certificate that the scaler shows to a new connection, as PEM."""
+    context = ssl.create_default_context(cafile=folder / "ca.crt")
+    authority.issue_cert("keda").configure_cert(context)
+    context.set_alpn_protocols(["h2"])
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return ssl.DER_cert_to_PEM_cert(der).encode()

@@ -1,0 +1,155 @@
+"""Single calls: manifests, channels, leases, health, and connections that are none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rfork.control.lease import derive_key
+from rfork.errors import LayoutMismatch, LeaseRefused, PortInUse, SourceChanged, SourceGone, SourceStalled
+from rfork.image.board import ChunkBoard
+from rfork.image.capture import image_of
+from rfork.image.chunks import MIB
+from rfork.peer.client import PeerClient
+from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
+from rfork.seed.holding import seal
+from rfork.seed.seed import Seed
+from rfork.settings import TlsSettings
+from rfork.transport.base import Endpoint
+from tests.integration.peer_service.seeds import SOON_S, StartSeed, client, opened, soon, token
+
+
+def test_a_manifest_of_100_000_tensors_is_streamed(start_seed: StartSeed) -> None:
+    """The layout comes with all its tensors, in messages that fit gRPC's limits."""
+    memory = torch.zeros(100_000)
+    seed = start_seed(image_of({f"layers.{index}.w": memory[index] for index in range(100_000)}))
+    peer = client(seed)
+    assert (seed.manifest, 100_000) == (peer.full_manifest(soon()), len(seed.image.layout.tensors))
+    assert seed.manifest == peer.manifest(seed.image.layout, soon())
+    peer.close()
+
+
+def test_a_channel_that_a_fence_overtook_is_none(
+    start_seed: StartSeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease was good when the call came; the weights changed before the channel was there."""
+    seed = start_seed()
+    peer = client(seed)
+    open_channel = seed.open_channel
+
+    def overtaken(fork_id: str, layout_id: str, transports: list[str], address: str) -> tuple[str, Endpoint]:
+        seed.fence()
+        return open_channel(fork_id, layout_id, transports, address)
+
+    monkeypatch.setattr(seed, "open_channel", overtaken)
+    with pytest.raises(SourceChanged):
+        opened(seed, peer)
+    assert () == seed.report().readers
+    peer.close()
+
+
+def test_a_manifest_that_is_not_known_yet_is_waited_for(start_seed: StartSeed) -> None:
+    """A relay answers once it has learnt what its image holds, and not at all until then."""
+    held = image_of({"a": torch.zeros(2 * MIB, dtype=torch.uint8)})
+    relay = start_seed(held, ChunkBoard(held.layout.chunks), knows=False)
+    peer = client(relay)
+    with pytest.raises(SourceStalled):
+        peer.manifest(held.layout, time.monotonic() + 0.2)
+    relay.learn(seal(held))
+    assert relay.manifest == peer.manifest(held.layout, soon())
+    peer.close()
+
+
+BAD_TOKENS: dict[str, Callable[[Seed], str]] = {
+    "none": lambda seed: "",
+    "forged": lambda seed: token(seed, key=derive_key(b"x" * 32, "seed-1")),
+    "expired": lambda seed: token(seed, lives_s=-1),
+}
+CALLS: dict[str, Callable[[Seed, PeerClient], object]] = {
+    "manifest": lambda seed, peer: peer.full_manifest(soon()),
+    "open": opened,
+    "watch": lambda seed, peer: next(peer.watch("any", 1.0)),
+    "renew": lambda seed, peer: peer.renew(soon()),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("bad", BAD_TOKENS)
+def test_no_call_without_a_lease(start_seed: StartSeed, bad: str, call: str) -> None:
+    """Every call is refused without a good lease."""
+    seed = start_seed()
+    peer = client(seed, BAD_TOKENS[bad](seed))
+    with pytest.raises(LeaseRefused):
+        CALLS[call](seed, peer)
+    peer.close()
+
+
+def test_a_refusal_is_permission_denied_on_the_wire(start_seed: StartSeed) -> None:
+    """Clients that are not ours see gRPC's own word for it."""
+    seed = start_seed()
+    with grpc.insecure_channel(seed.report().address) as channel, pytest.raises(grpc.RpcError) as caught:
+        peer_pb2_grpc.PeerStub(channel).OpenChannel(peer_pb2.OpenChannelRequest(), timeout=SOON_S)
+    assert grpc.StatusCode.PERMISSION_DENIED is caught.value.code()
+
+
+def test_health_needs_no_lease(start_seed: StartSeed) -> None:
+    """A probe asks the standard health service."""
+    seed = start_seed()
+    with grpc.insecure_channel(seed.report().address) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(service="rfork.v1.Peer"), timeout=SOON_S
+        )
+    assert health_pb2.HealthCheckResponse.SERVING == answer.status
+
+
+def test_another_forks_channel_cannot_be_watched(start_seed: StartSeed) -> None:
+    """A channel's id is of no use to another fork."""
+    seed = start_seed()
+    first, second = client(seed), client(seed, token(seed, "fork-2"))
+    channel = opened(seed, first)
+    with pytest.raises(SourceChanged):
+        next(second.watch(channel, 1.0))
+    assert ("fork-1",) == seed.report().readers
+    first.close()
+    second.close()
+
+
+def test_another_layout_is_refused(start_seed: StartSeed) -> None:
+    """A target of another layout gets no channel."""
+    seed = start_seed()
+    peer = client(seed)
+    with pytest.raises(LayoutMismatch):
+        peer.open("0" * 32, ("memory",), soon())
+    peer.close()
+
+
+def test_a_port_in_use_is_named(start_seed: StartSeed) -> None:
+    """Two instances told one port: the second says which setting to change."""
+    port = int(start_seed().report().address.rpartition(":")[2])
+    with pytest.raises(PortInUse, match=str(port)) as caught:
+        start_seed(port=port)
+    assert "RFORK_PEER_PORT" in caught.value.hint
+
+
+def test_nobody_there(free_port: int) -> None:
+    """A connection that is refused is a source that is gone."""
+    peer = PeerClient(f"127.0.0.1:{free_port}", lambda: "token", TlsSettings())
+    with pytest.raises(SourceGone):
+        peer.full_manifest(soon())
+    peer.close()
+
+
+def test_a_closed_client_is_a_source_that_is_gone(start_seed: StartSeed) -> None:
+    """Calls on a connection that this side closed fail as any other lost connection."""
+    seed = start_seed()
+    peer = client(seed)
+    peer.close()
+    with pytest.raises(SourceGone):
+        opened(seed, peer)
+    with pytest.raises(SourceGone):
+        next(peer.watch("any", 1.0))

@@ -1,0 +1,184 @@
+"""Blocks of pages that need more than shells: read from their pages, and run word for word.
+
+What a test puts in their place: `http://planner:8700` and its like by the address of a planner of its own,
+names and folders of models by those of a small one, buckets by a folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import rfork
+from planner.service import running
+from rfork.cli.app import app
+from rfork.control.client import PlannerClient
+from rfork.settings import PlannerSettings
+from rfork.wire import ScaleUpView
+from tests.conftest import StartRfork
+from tests.docs.commands import simple_commands
+from tests.docs.pages import Block
+from tests.docs.proofs import told_to
+from tests.unit.planner.builders import whole
+
+ROOT = Path(__file__).parents[2]
+MINE = told_to(__file__)
+HERE = {
+    "clone": ("docs/quickstart.md", "git clone"),
+    "contribute": ("CONTRIBUTING.md", "git clone"),
+    "python": ("README.md", "rfork.fork_pretrained"),
+    "launch": ("docs/engines.md", "rfork launch"),
+    "artifacts": ("docs/artifacts.md", "rfork artifacts"),
+    "announce": ("docs/kubernetes.md", "/v1/scaleups"),
+    "leave": ("docs/planner.md", "may_exit"),
+}
+"""The blocks that are run here: their page, and a word by which they are known."""
+ENGINE = '#!/bin/sh\necho engine: "$@"\n'
+MODULE = "import sys\nprint('engine:', *sys.argv[1:])\n"
+DRY = '#!/bin/sh\nexec "{make}" --dry-run "$@"\n'
+
+
+def block(name: str) -> Block:
+    """The one block of that name."""
+    page, word = HERE[name]
+    (found,) = [each for each in MINE if each.page == page and word in each.text]
+    return found
+
+
+def shell(
+    script: str, folder: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as its reader would, in a folder."""
+    path = os.pathsep.join((str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]))
+    return subprocess.run(
+        ["bash", "--noprofile", "--norc", "-e", "-c", script],
+        cwd=folder,
+        env={**os.environ, "PATH": path, "HOME": str(folder), "COLUMNS": "200", **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    """Put a program on the PATH of `shell`."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin" / name).write_text(text)
+    (folder / "bin" / name).chmod(0o755)
+
+
+def test_each_block_that_names_this_file_is_run_here() -> None:
+    """None is forgotten, and none is looked for in vain."""
+    assert sorted(each.where for each in MINE) == sorted(block(name).where for name in HERE)
+
+
+@pytest.mark.parametrize("name", ["clone", "contribute"])
+def test_a_clone_is_ready_to_install(name: str, tmp_path: Path) -> None:
+    """This repository is cloned; `make` is asked what it would do, as each build of the tests does it."""
+    make = shutil.which("make")
+    assert make is not None
+    program(tmp_path, "make", DRY.format(make=make))
+    repository = tmp_path / "from" / "rfork"
+    repository.parent.mkdir()
+    repository.symlink_to(ROOT)
+    script = re.sub("(?<=git clone )(REPOSITORY|…)", f"--quiet '{repository}'", block(name).text)
+    safe = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
+    done = shell(script, tmp_path, safe)
+    assert 0 == done.returncode, done.stderr
+    assert "-m venv .venv" in done.stdout
+    assert (tmp_path / "rfork" / "pyproject.toml").is_file()
+
+
+def test_python_of_the_readme(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model of transformers and a module get their weights, and the module is given while it serves."""
+    torch.manual_seed(0)
+    given, module = (torch.nn.Linear(64, 64) for _ in range(2))
+    served: list[torch.nn.Module] = []
+    with running(PlannerSettings.model_validate({"port": 0})) as url:
+        script = block("python").text.replace("http://planner:8700", url)
+        script = script.replace("org/model", str(tiny_model))
+        with rfork.seed(given, model="my-model", planner=url) as seed:
+            assert seed.wait_acknowledged(10)
+            names: dict[str, object] = {"module": module, "serve": served.append}
+            exec(compile(script, "README.md", "exec"), names)
+    model = names["model"]
+    assert isinstance(model, torch.nn.Module)
+    report = rfork.report_of(model)
+    assert report is not None
+    if report.seed is not None:
+        report.seed.close()
+    assert (True, [module]) == (torch.equal(given.weight, module.weight), served)
+    assert capsys.readouterr().out.startswith("forked ")
+
+
+def test_launch_starts_either_engine(tmp_path: Path) -> None:
+    """Each command reaches its engine (a stand-in that prints its arguments) with rfork's flags behind."""
+    program(tmp_path, "vllm", ENGINE)
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "launch_server.py").write_text(MODULE)
+    done = shell(block("launch").text, tmp_path, {"PYTHONPATH": str(tmp_path)})
+    assert 0 == done.returncode, done.stderr
+    vllm, sglang = re.findall(r"^engine: (.*)", done.stdout, re.MULTILINE)
+    assert "serve meta-llama/Llama-3.1-8B --load-format rfork" == vllm
+    assert sglang.startswith("--model-path meta-llama/Llama-3.1-8B --")
+
+
+def test_artifacts_travel_by_the_commands(rfork_process: StartRfork, tmp_path: Path) -> None:
+    """Pulled where nobody has any, given (with no engine beside), saved, and loaded into an empty cache."""
+    kernels = [tmp_path / cache / "triton" / "0" / "HASH" / "k.cubin" for cache in "ab"]
+    kernels[0].parent.mkdir(parents=True)
+    kernels[0].write_bytes(b"kernel" * 100)
+    text, handler = block("artifacts").text, signal.getsignal(signal.SIGTERM)
+    with running(PlannerSettings.model_validate({"port": 0})) as url:
+        text = text.replace("http://planner:8700", url).replace("s3://bucket/caches/", f"{tmp_path}/kept/")
+        exported = dict(re.findall(r"(RFORK_\w+)=(\S+)", text))
+        more = {"RFORK_ARTIFACTS_SETTLE_S": "0", "RFORK_PATIENCE_S": "0.2", "RFORK_TRANSPORTS": "http"}
+        for words in simple_commands(text):
+            if words[:2] != ["rfork", "artifacts"]:
+                continue
+            folder = tmp_path / ("b" if words[2] == "load" else "a")
+            folders = ",".join(f"{kind}={folder / kind}" for kind in ("triton", "inductor", "vllm"))
+            environment = {**exported, **more, "RFORK_ARTIFACTS_FOLDERS": folders}
+            if words[2] == "seed":
+                giver = rfork_process(*words[1:], until="^giving", environment=environment)
+                giver.signal(signal.SIGTERM)
+                assert 0 == giver.wait()
+            else:
+                done = CliRunner().invoke(app, words[1:], env=environment)
+                assert 0 == done.exit_code, done.output
+    signal.signal(signal.SIGTERM, handler)
+    assert kernels[0].read_bytes() == kernels[1].read_bytes()
+
+
+def test_a_scale_up_is_announced_by_curl(tmp_path: Path) -> None:
+    """The planner waits for the replicas that the body names."""
+    with running(PlannerSettings.model_validate({"port": 0, "token": "rule"})) as url:
+        done = shell(block("announce").text, tmp_path, {"RFORK_PLANNER": url, "OPERATOR": "rule"})
+        assert 0 == done.returncode, done.stderr
+        assert 8 == ScaleUpView.model_validate_json(done.stdout).scaleup.replicas
+
+
+def test_an_instance_leaves_by_curl(tmp_path: Path) -> None:
+    """It drains, and the loop ends as soon as it may go; what a planner that is away is asked ends too."""
+    with running(PlannerSettings.model_validate({"port": 0, "token": "rule"})) as url:
+        environment = {"RFORK_PLANNER": url, "RFORK_TOKEN": "rule", "ID": "s"}
+        with PlannerClient(url, token="rule") as planner:
+            planner.report(whole("s"))
+            planner.report(whole("other"))
+        done = shell(block("leave").text + "echo left after $try\n", tmp_path, environment)
+        assert (0, "left after 1\n") == (done.returncode, done.stdout), done.stderr
+        held = {"Authorization": "Bearer rule"}
+        told = httpx.get(f"{url}/v1/instances/s", headers=held, trust_env=False).json()
+    assert "draining" == told["report"]["state"]

@@ -1,0 +1,252 @@
+"""When the weights of vLLM's workers are given, and when not, without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from rfork.engines.vllm import hooks
+from rfork.engines.vllm.care import Care, care_of, look_after
+from rfork.seed.seed import Identity
+from rfork.settings import Settings
+from rfork.wire import Rank
+
+
+class FakeInstance:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.seed = SimpleNamespace(
+            settings=Settings(replica="mine"), identity=Identity("model", Rank(), "mine-1")
+        )
+        self.fails = False
+
+    def fence(self) -> None:
+        self.told.append("fence")
+
+    def suspend(self) -> None:
+        if self.fails:
+            raise OSError("the exporter is gone")
+        self.told.append("suspend")
+
+    def renew(self) -> None:
+        self.told.append("renew")
+
+    def close(self, drain_s: float | None = None) -> None:
+        self.told.append(f"close {drain_s}")
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        self.told.append("serving")
+        yield
+
+
+class Model(nn.Module):
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        return {name for name, _ in weights}
+
+
+class Worker:
+    """As vLLM's worker, as far as it is wrapped."""
+
+    def __init__(self) -> None:
+        self.model_runner = SimpleNamespace()
+        self.model, self.draft = Model(), Model()
+        self.instances = {"target": FakeInstance(), "draft": FakeInstance()}
+        look_after(self.model, self.instances["target"])  # type: ignore[arg-type]
+        look_after(self.draft, self.instances["draft"])  # type: ignore[arg-type]
+        self._weight_update_active = self._weight_update_is_draft = False
+        self.fails = False
+
+    def told(self) -> tuple[list[str], list[str]]:
+        """To the target's instance and the draft's since it was last asked."""
+        said = tuple(list(instance.told) for instance in self.instances.values())
+        for instance in self.instances.values():
+            instance.told.clear()
+        return said[0], said[1]
+
+    def get_model(self) -> nn.Module:
+        return self.model
+
+    def get_draft_model(self) -> nn.Module | None:
+        return self.draft
+
+    def execute_model(self, scheduler_output: int) -> int:
+        return scheduler_output + 1
+
+    def sleep(self, level: int = 1) -> None:
+        if self.fails:
+            raise OSError("more memory in use than before")
+
+    def wake_up(self, tags: list[str] | None = None) -> None: ...
+    def discard(self, tags: tuple[str, ...]) -> None: ...
+    def reset_weights(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+    def reload_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        self.model.load_weights(weights.items())
+        if self.fails:
+            raise OSError("no such checkpoint")
+
+    def start_weight_update(self) -> None:
+        self._weight_update_active, self._weight_update_is_draft = True, False
+
+    def start_draft_weight_update(self) -> None:
+        self._weight_update_active = self._weight_update_is_draft = True
+
+    def update_weights(self, update_info: dict[str, str]) -> None:
+        if self.fails:
+            self._weight_update_active = False
+            raise OSError("the trainer is gone")
+
+    def finish_weight_update(self) -> None:
+        self._weight_update_active = False
+
+
+@pytest.fixture
+def worker() -> Worker:
+    """One whose class is wrapped, and no other's."""
+    kind = type("Worker", (Worker,), dict(vars(Worker)))
+    hooks.install(kind)
+    hooks.install(kind)
+    made: Worker = kind()
+    return made
+
+
+def test_steps_are_the_seed_s_work(worker: Worker) -> None:
+    """Each step of the engine is told to the instance of the model, and answered as ever."""
+    assert [2, 3] == [worker.execute_model(1), worker.execute_model(scheduler_output=2)]
+    assert (["serving", "serving"], []) == worker.told()
+
+
+def test_sleeping_weights_are_not_given(worker: Worker) -> None:
+    """Both models are let go of before they sleep, and given again once their weights are awake."""
+    worker.sleep()
+    assert (["suspend"], ["suspend"]) == worker.told()
+    worker.wake_up(["kv_cache"])
+    assert ([], []) == worker.told()
+    worker.wake_up(tags=["weights"])
+    assert (["renew"], ["renew"]) == worker.told()
+
+
+@pytest.mark.parametrize("away", ["sleep", "discard"])
+def test_weights_that_sleep_threw_away_are_given_once_they_are_loaded(worker: Worker, away: str) -> None:
+    """After level 2 memory is back before the weights are: each model is given after its own update."""
+    if away == "sleep":
+        worker.sleep(level=2)
+    else:
+        worker.discard(("weights",))
+    worker.wake_up()
+    assert (["suspend"], ["suspend"]) == worker.told()
+    worker.reload_weights({})
+    assert (["fence", "renew"], []) == worker.told()
+    worker.start_draft_weight_update()
+    worker.update_weights({})
+    worker.finish_weight_update()
+    assert ([], ["fence", "renew"]) == worker.told()
+
+
+def test_weights_that_are_zeroed_are_not_given(worker: Worker) -> None:
+    """vLLM overwrites them only to have them loaded anew."""
+    worker.reset_weights()
+    worker.sleep()
+    worker.wake_up()
+    assert (["fence", "suspend"], ["suspend", "renew"]) == worker.told()
+
+
+def test_an_update_is_one_however_many_parts_it_has(worker: Worker) -> None:
+    """Nothing is given between its begin and its end; loads inside it are no updates of their own."""
+    worker.start_weight_update()
+    worker.model.load_weights([])
+    worker.update_weights({})
+    worker.model.load_weights([])
+    assert (["fence"], []) == worker.told()
+    worker.finish_weight_update()
+    assert (["renew"], []) == worker.told()
+
+
+@pytest.mark.parametrize("way", ["reload", "transfer"])
+def test_after_an_update_that_failed_nothing_is_given(worker: Worker, way: str) -> None:
+    """The weights may be anything, asleep or awake, until an update that does not fail."""
+    worker.fails = True
+    if way == "transfer":
+        worker.start_weight_update()
+    changed: Callable[[dict[str, str]], None] = getattr(
+        worker, {"reload": "reload_weights", "transfer": "update_weights"}[way]
+    )
+    with pytest.raises(OSError, match=r"no such|gone"):
+        changed({})
+    worker.fails = False
+    worker.sleep()
+    worker.wake_up()
+    assert ["fence", "suspend"] == worker.told()[0]
+    worker.reload_weights({})
+    assert ["fence", "renew"] == worker.told()[0]
+
+
+def test_weights_that_are_loaded_behind_the_worker_are_noticed(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a call is answered as ever; nobody says which is the last, so a whole update has to follow."""
+    caplog.set_level("WARNING", "rfork")
+    for name in "ab":
+        assert {name} == worker.model.load_weights([(name, torch.zeros(1))])
+    worker.sleep()
+    worker.wake_up()
+    assert (["fence", "fence", "suspend"], ["suspend", "renew"]) == worker.told()
+    assert ["not a seed until a whole update: weights were loaded piece by piece"] == caplog.messages
+    worker.reload_weights({})
+    assert (["fence", "renew"], []) == worker.told()
+
+
+@pytest.mark.parametrize("rank", [Rank(tp_size=2), Rank(pp_size=2), Rank(ep_size=2)])
+def test_one_of_several_ranks_is_not_given_after_an_update(worker: Worker, rank: Rank) -> None:
+    """A fork could take one rank's weights from before it and another's from after; sleep changes nothing."""
+    worker.instances["target"].seed.identity = Identity("model", rank, "mine-1")
+    worker.sleep()
+    worker.wake_up()
+    assert (["suspend", "renew"], ["suspend", "renew"]) == worker.told()
+    worker.reload_weights({})
+    worker.sleep()
+    worker.wake_up()
+    assert ["fence", "suspend"] == worker.told()[0]
+
+
+def test_sleep_that_fails_is_told(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody knows where the weights are then: they are given again once they were woken."""
+    caplog.set_level("WARNING", "rfork")
+    worker.fails = True
+    with pytest.raises(OSError, match="more memory"):
+        worker.sleep()
+    assert 2 * ["not a seed until it is woken: vLLM could not put its weights to sleep"] == caplog.messages
+    worker.fails = False
+    worker.wake_up()
+    assert 2 * (["suspend", "renew"],) == worker.told()
+
+
+def test_the_engine_sleeps_whatever_becomes_of_its_seed(worker: Worker) -> None:
+    """An exporter that fails ends the seed, not the engine's request; the other one sleeps as ever."""
+    worker.instances["target"].fails = True
+    worker.sleep()
+    worker.wake_up()
+    worker.reload_weights({})
+    assert (["close 0.0"], ["suspend", "renew"]) == worker.told()
+
+
+def test_the_end_closes_both(worker: Worker) -> None:
+    """Without waiting, where the API server has; else for as long as vLLM waits for its worker."""
+    worker.instances["draft"].seed.settings = Settings()
+    worker.shutdown()
+    assert (["close 0.0"], ["close 4.0"]) == worker.told()
+
+
+def test_models_of_others_are_left_alone() -> None:
+    """A model that rfork did not bring up has no care, and nothing is in its way."""
+    assert [None, None] == [care_of(None), care_of(nn.Linear(1, 1))]
+    assert isinstance(look_after(nn.Linear(1, 1), FakeInstance()), Care)  # type: ignore[arg-type]

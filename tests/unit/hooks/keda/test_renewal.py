@@ -1,0 +1,25 @@
+"""The scaler's certificate, read anew at each handshake."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.hooks.keda import credentials
+from planner.hooks.keda.credentials import Files
+from rfork.settings import TlsSettings
+
+
+def test_a_broken_renewal_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many handshakes there are meanwhile; one that is broken again later is told again."""
+    files: list[Files | None] = [None, None, (b"key", b"chain", None), None]
+
+    def read(_: TlsSettings) -> Files:
+        if (found := files.pop(0)) is None:
+            raise OSError("half a renewal")
+        return found
+
+    monkeypatch.setattr(credentials, "_read", read)
+    renewal = credentials._Renewal(TlsSettings(), (b"key", b"chain", None))
+    assert ([None] * 4, 2) == ([renewal() for _ in range(4)], len(caplog.records))

@@ -1,0 +1,25 @@
+"""Copies between a block of host memory and the views that its bytes belong to."""
+
+from __future__ import annotations
+
+import pytest
+
+from rfork.image.host_memory import SMALL, copy_block
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 7), (SMALL, 3), (SMALL + 1, SMALL - 1, 2 * SMALL), (0,), ()])
+def test_views_get_the_bytes_of_a_block_in_order(sizes: tuple[int, ...]) -> None:
+    """Small views and large ones, and what is empty."""
+    block = bytearray(number % 251 for number in range(sum(sizes)))
+    views = [bytearray(size) for size in sizes]
+    copy_block(memoryview(block), [memoryview(view) for view in views])
+    assert bytes(block) == b"".join(views)
+
+
+@pytest.mark.parametrize("size", [10, 2 * SMALL])
+def test_a_block_that_is_too_short_fills_no_view_in_part(size: int) -> None:
+    """However large the view is: bytes that were there before would pass for those that were read."""
+    view = bytearray(size)
+    with pytest.raises(ValueError, match="too short"):
+        copy_block(memoryview(bytearray(b"x" * (size - 1))), [memoryview(view)])
+    assert bytes(size) == view

@@ -2,12 +2,15 @@
 
 Reads of one source share its link, so each further one makes every chunk later, and with it all relays
 behind this target: a chain pays that at every hop. One TCP connection fills a link of a gigabit a second
-or two; a faster one takes several.
+or two; a faster one takes several. Sources of this host share no link: what is slow there is the kernel that
+has memory to find, and it finds more for several reads at once.
 """
 
 from __future__ import annotations
 
 from typing import Final
+
+from rfork.fields import ONE_HOST
 
 ONE_CONNECTION: Final = 256 << 20
 """Bytes a second that one connection carries on any machine; for each further such share, one more read."""
@@ -23,9 +26,12 @@ class Pace:
         self._most = most
         self._rate: float | None = None
 
-    @property
-    def window(self) -> int:
-        """Most reads under way from one source; one until the first has shown how fast it goes."""
+    def window(self, transport: str) -> int:
+        """Most reads under way from a source that is read so; by network, one until the first has shown
+        how fast it goes.
+        """
+        if transport in ONE_HOST:
+            return self._most
         return 1 if self._rate is None else min(self._most, 1 + int(self._rate / ONE_CONNECTION))
 
     def arrived(self, nbytes: int, seconds: float, beside: int) -> None:

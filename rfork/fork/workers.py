@@ -10,7 +10,6 @@ import threading
 import time
 
 from rfork.errors import RforkError, SourceCorrupt, SourceGone, StorageError, TargetError
-from rfork.fields import ONE_HOST
 from rfork.fork.deadline import Deadline
 from rfork.fork.digests import Digests
 from rfork.fork.giver import Giver
@@ -102,9 +101,7 @@ class Workers:
     def _window(self, source_id: str) -> int:
         """Most reads under way from a source; the caller holds the lock."""
         feed = self._sources.find(source_id)
-        # Those of this host share no link, and theirs may be slow for want of memory: more at once helps.
-        by_network = feed is None or feed.transport not in ONE_HOST
-        return self._pace.window if by_network else self._settings.window
+        return self._pace.window("" if feed is None else feed.transport)
 
     def _fetch(self, feed: Giver, read: Read, window: int) -> bytes | None:
         """Read one chunk; returns its digest, where that is wanted. `window`: the source's, before."""

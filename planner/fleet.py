@@ -190,3 +190,8 @@ def distance(left: Place, right: Place) -> int:
     if left.rack is not None and left.rack == right.rack and same_zone:
         return 1
     return 2 if left.zone is not None and same_zone else 3
+
+
+def part_of_link(source: Source, link: float) -> float:
+    """What part of a link of so many bytes a second (0: nobody knows) a source gives at most: 0 to 1."""
+    return min(1.0, source.egress_rate / link) if source.egress_rate and link else 1.0

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from planner.fleet import Source, distance
+from planner.fleet import Source, distance, part_of_link
 from planner.policy.parts import cut
 from planner.policy.ways import Way
 from planner.policy.working import FREE
@@ -49,7 +49,7 @@ def choose(
     ]
     idle = [option for option in alike if option.source.complete and option.spare > 1 - FREE]
     if first in idle:
-        return _divided(rest, idle[:STRIPES])
+        return _divided(target, rest, idle[:STRIPES])
     if near == 0 or first.spare >= ENOUGH * need:
         return [(first.source, rest)]
     spare: list[Option] = []
@@ -57,18 +57,23 @@ def choose(
         if option.spare > FREE and sum(each.spare for each in spare) < need and len(spare) < STRIPES:
             spare.append(option)
     if sum(option.spare for option in spare) >= ENOUGH * need:
-        return _divided(rest, spare)
+        return _divided(target, rest, spare)
     return [(first.source, rest)]
 
 
-def _divided(rest: tuple[Range, ...], options: list[Option]) -> list[tuple[Source, tuple[Range, ...]]]:
-    """To each its part, by what it has to spare; of few chunks, some get none."""
-    total, whole = count(rest), sum(option.spare for option in options)
+def _divided(
+    target: Source, rest: tuple[Range, ...], options: list[Option]
+) -> list[tuple[Source, tuple[Range, ...]]]:
+    """To each its part, by what it has to spare of what it may give; of few chunks, some get none."""
+    rates = [option.source.egress_rate or 0.0 for option in options]
+    link = target.ingress_rate or max(rates)
+    spares = [part_of_link(option.source, link) * option.spare for option in options]
+    total, whole = count(rest), sum(spares)
     shares: list[tuple[Source, tuple[Range, ...]]] = []
-    begin, spare = 0, 0.0
-    for option in options:
-        spare += option.spare
-        end = math.floor(total * spare / whole + 0.5)
+    begin, passed = 0, 0.0
+    for option, spare in zip(options, spares, strict=True):
+        passed += spare
+        end = math.floor(total * passed / whole + 0.5)
         if begin < end:
             shares.append((option.source, cut(rest, begin, end)))
         begin = end

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Final
 
-from planner.fleet import Decision, Demand, Source, Storage
+from planner.fleet import Decision, Demand, Source, Storage, part_of_link
 from planner.policy import reasons, trees
 from planner.policy.choosing import STRIPES
 from planner.policy.fitness import order, unfit
@@ -165,8 +165,7 @@ def _feed_count(working: Working, feeds: Sequence[Source], leaders: Sequence[Dem
     link = max(speeds, default=max((feed.egress_rate or 0.0 for feed in feeds), default=0.0))
     capacity = 0.0
     for feed in feeds:
-        capped = min(1.0, feed.egress_rate / link) if feed.egress_rate and link else 1.0
-        capacity += min(capped, working.spare(feed))
+        capacity += min(part_of_link(feed, link), working.spare(feed))
     return max(1, int(capacity + FREE))
 
 

@@ -53,6 +53,20 @@ def test_at_most_four_idle_seeds_share_a_fork() -> None:
     assert expected == routes(decide(fleet, loading("t")))
 
 
+@pytest.mark.parametrize(
+    ("rates", "reads_at", "first"),
+    [((12e6, 4e6), None, 9), ((None, 4e6), 12e6, 9), ((None, 4e6), None, 6), ((12e6, 4e6), 4e6, 6)],
+    ids=["held", "one held", "one held beside who knows what", "slower than both"],
+)
+def test_who_may_give_less_gives_a_smaller_part(
+    rates: tuple[float | None, float], reads_at: float | None, first: int
+) -> None:
+    """Both end at the same time: by their egress rates, as far as the target's own link lets it notice."""
+    fleet = group(*(seed(name, egress_rate=rate) for name, rate in zip("ab", rates, strict=True)))
+    expected = {"a": ((0, first),), "b": ((first, 12),)}
+    assert expected == routes(decide(fleet, loading("t", ingress_rate=reads_at)))
+
+
 def test_shares_are_contiguous_among_what_is_missing() -> None:
     """Stripes run over the missing chunks only, and differ by one chunk at most."""
     target = loading("t", (2, 4), (7, 8))

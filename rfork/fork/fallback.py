@@ -35,6 +35,8 @@ from rfork.storage.snapshots.snapshot import Snapshot
 from rfork.wire import Rank
 
 log = logger(__name__)
+ANOTHER_WAY: Final = "start a seed, or give a checkpoint folder to fall back to"
+"""What to do where no failure says so itself."""
 _text: Final[TypeAdapter[str]] = TypeAdapter(Text)
 
 Loader = Callable[[nn.Module], None]
@@ -224,7 +226,7 @@ def fall_back(
     raise NothingLeft(
         f"no way to get the weights is left: {told}",
         failures,
-        hint="start a seed, or give a checkpoint folder to fall back to",
+        hint=next((error.hint for error in reversed(failures) if error.hint), ANOTHER_WAY),
     )
 
 

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from rfork.errors import CheckpointError, NothingLeft, RforkError, SourceGone
+from rfork.errors import CheckpointError, NothingLeft, PlannerUnreachable, RforkError, SourceGone
 from rfork.fork.fallback import (
+    ANOTHER_WAY,
     Derived,
     Fallback,
     checkpoint_fallback,
@@ -137,6 +138,18 @@ def test_no_way_at_all() -> None:
     model = Model()
     with pytest.raises(NothingLeft, match="no source and no fallback was given"):
         fall_back(model, Derived(model, capture(model)), [], [])
+
+
+@pytest.mark.parametrize(
+    ("hint", "expected"),
+    [("is the planner running there?", "is the planner running there?"), ("", ANOTHER_WAY)],
+)
+def test_the_last_advice_is_the_end_s(hint: str, expected: str) -> None:
+    """What to do is what the last failure that knows it says: a seed helps nobody whose planner is away."""
+    reasons = [PlannerUnreachable("no answer", hint=hint), SourceGone("it ended")]
+    with pytest.raises(NothingLeft) as caught:
+        fall_back(Model(), None, [], reasons)
+    assert expected == caught.value.hint
 
 
 def test_an_interrupt_is_no_failure_to_go_on_from() -> None:

@@ -76,12 +76,12 @@ class Reporter:
         while True:
             last = self._done.wait(LOOK_S)
             now = time.monotonic()
-            bytes_read, shares = self._puller.bytes_read, self._puller.shares
+            shares = self._puller.shares
             given = {share.source_id: share.verified_bytes for share in shares}
-            self.meter.add(now, bytes_read, timed(given))
+            self.meter.add(now, self._puller.bytes_timed, timed(given))
             progress = ForkProgress(
                 verified=self._board.verified,
-                bytes_read=bytes_read,
+                bytes_read=self._puller.bytes_read,
                 bytes_per_s=self.meter.last,
                 sources=given,
                 source_bytes_per_s=fastest(self.meter.last_sources),

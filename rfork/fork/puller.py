@@ -149,7 +149,12 @@ class Puller:
     @property
     def bytes_read(self) -> int:
         """Bytes of the chunks that arrived so far, right or wrong."""
-        return self._workers.bytes_read + self._whole.bytes_read
+        return self.bytes_timed + self._whole.bytes_read
+
+    @property
+    def bytes_timed(self) -> int:
+        """Of them those that were counted as they came: what a loader reads is known all at once."""
+        return self._workers.bytes_read
 
     def renew(self, leases: Mapping[str, Lease]) -> None:
         """Newer lease tokens, by source."""

@@ -55,10 +55,11 @@ def test_the_elected_runs_its_loader(fleet: Fleet) -> None:
 
     pulled = target.run()
     assert ([threading.current_thread().name], [True, False]) == (threads, target.relay.reading)
-    assert ([held.manifest()], {"loader:": CHUNKS}, CHUNKS * MIB, ALL) == (
+    assert ([held.manifest()], {"loader:": CHUNKS}, CHUNKS * MIB, 0, ALL) == (
         target.relay.learnt,
         given(target),
         pulled.bytes_read,
+        target.puller.bytes_timed,  # no rate is told of what came all at once
         target.board.verified[0],
     )
 

@@ -8,10 +8,15 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.models import make_tiny_llama
 from tests.processes import RforkProcess
+
+# How long an example takes is the machine's business: tests assert nothing about time.
+hypothesis.settings.register_profile("rfork", deadline=None)
+hypothesis.settings.load_profile("rfork")
 
 StartRfork = Callable[..., RforkProcess]
 

@@ -118,7 +118,6 @@ class ForkSession:
                     "(all)", "the module has no tensor with bytes, so there is nothing to fork"
                 )
             derived = Derived(self._module, image) if self._fallbacks else None
-            image.advise_huge_pages()
             log.debug("captured", model=self._identity.model, layout=image.layout.layout_id)
         board = ChunkBoard(image.layout.chunks)
         seed = Seed(

@@ -207,14 +207,6 @@ class Image:
                     progress(end - begin)
         return Manifest(self.layout, tuple(digests))
 
-    def advise_huge_pages(self) -> int:
-        """Ask Linux to back CPU memory that was not touched yet by 2 MiB pages; the bytes asked for.
-
-        Best effort, and worth it before a fork fills a new model: fresh memory is written at 1.8 GB/s
-        in 4 KiB pages and at 4.5 GB/s in huge ones.
-        """
-        return self._runs.advise_huge_pages()
-
     def release(self, keep: Collection[int] = ()) -> None:
         """Give the memory back to its allocators, whoever still holds tensors in it: they are empty then.
 

@@ -10,7 +10,7 @@ from typing import overload
 
 import torch
 
-from rfork.image.host_memory import HUGE_PAGE, advise_huge_pages, host_view
+from rfork.image.host_memory import host_view
 
 CPU = torch.device("cpu")
 
@@ -108,14 +108,6 @@ class Regions(Sequence[torch.Tensor]):
     def view(self, index: int) -> memoryview:
         """The bytes of a region of the CPU."""
         return host_view(self.addresses[index], self.lengths[index])
-
-    def advise_huge_pages(self) -> int:
-        """Ask for huge pages under those of the CPU; the bytes asked for. See `Image.advise_huge_pages`."""
-        return sum(
-            advise_huge_pages(address, length)
-            for storage, address, length in zip(self.storages, self.addresses, self.lengths, strict=True)
-            if length >= HUGE_PAGE and storage.device == CPU
-        )
 
 
 def _joinable(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:

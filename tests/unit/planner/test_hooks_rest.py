@@ -229,5 +229,5 @@ def test_tls_files_that_cannot_be_used_are_told(tmp_path: Path, monkeypatch: pyt
     """Those of RFORK_TLS_CA."""
     (tmp_path / "ca").write_text("no certificate")
     monkeypatch.setenv("RFORK_TLS_CA", str(tmp_path / "ca"))
-    with pytest.raises(SettingsError, match="the TLS files of the planner's hook cannot be used"):
+    with pytest.raises(SettingsError, match="the TLS files that the planner is asked with cannot be used"):
         RestFleet(settings())

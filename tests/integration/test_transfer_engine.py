@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import signal
 import socket
 import socketserver
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from pathlib import Path
 
 import pytest
 import torch
 
 from rfork.errors import SourceError, SourceGone, SourceStalled, TargetError, TransportUnusable
-from rfork.image.layout import Layout
 from rfork.image.memory import Image, Segment
-from rfork.image.specs import TensorSpec
 from rfork.settings import Settings
 from rfork.transport.base import Endpoint
 from rfork.transport.packet_filter import PacketFilter
@@ -31,6 +23,7 @@ from rfork.transport.transfer_engine.engine import Engine
 from rfork.transport.transfer_engine.library import library_state
 from rfork.transport.transfer_engine.reader import TransferEngineReader
 from tests.integration.bad_peer_node import takes_connections
+from tests.integration.transfer_engine_node import SETTINGS, OpenGate, SeedProcess, image_of, pattern
 
 STATE = library_state()
 pytestmark = [
@@ -39,78 +32,8 @@ pytestmark = [
         reason=f"mooncake-transfer-engine-non-cuda cannot be used: {STATE.error} ({STATE.hint})",
     )
 ]
-ROOT = Path(__file__).resolve().parents[2]
 MIXED = [3, 4096, 1 << 20, 17] + [8191] * 500 + [(20 << 20) + 5, 1]
 LARGE = [1 << 26]
-SETTINGS = Settings(unguarded_tcp=True)
-
-
-class OpenGate:
-    """A gate that a one-sided transport never asks."""
-
-    def admit(self, token: str, begin: int, end: int) -> str:
-        raise AssertionError("one-sided reads do not pass the gate")
-
-    def reading(
-        self, token: str, begin: int, end: int, cut: Callable[[], None]
-    ) -> AbstractContextManager[None]:
-        raise AssertionError("one-sided reads do not pass the gate")
-
-    def grant(self, most: int, fork_id: str) -> int:
-        raise AssertionError("one-sided reads do not pass the gate")
-
-    def etag(self) -> str:
-        raise AssertionError("one-sided reads do not pass the gate")
-
-
-def image_of(sizes: list[int], tensors: list[torch.Tensor]) -> Image:
-    """An image of separately allocated byte tensors, one behind the other."""
-    specs, offset = [], 0
-    for index, size in enumerate(sizes):
-        specs.append(TensorSpec(f"t{index}", "uint8", (size,), (1,), offset))
-        offset += size
-    return Image(Layout(tuple(specs), offset), tensors)
-
-
-def pattern(index: int, size: int, salt: int) -> torch.Tensor:
-    """Bytes that differ between tensors, between places and between salts."""
-    period = ((torch.arange(251) * 7 + index * 13 + salt) % 251).to(torch.uint8)
-    return period.repeat(size // 251 + 1)[:size].clone()
-
-
-class SeedProcess:
-    """A seed in a process of its own."""
-
-    def __init__(self, sizes: list[int], salt: int = 0) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(sizes), str(salt)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        assert self.process.stdout is not None
-        answer = next((line for line in self.process.stdout if line.startswith('{"parameters"')), None)
-        if answer is None:
-            self.end()
-            raise ChildProcessError("the seed did not start")
-        told = json.loads(answer)
-        self.endpoint = Endpoint(
-            "transfer_engine", told["parameters"], tuple(Segment(*segment) for segment in told["segments"])
-        )
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to the seed."""
-        self.process.send_signal(number)
-
-    def end(self) -> None:
-        """Kill the seed, if it lives."""
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
 
 
 StartSeed = Callable[..., SeedProcess]
@@ -389,18 +312,3 @@ def test_tcp_is_refused_unless_allowed() -> None:
     image, _ = empty_target([64])
     with pytest.raises(TransportUnusable, match="a lease lets a whole host read"):
         transport.export(image, OpenGate())
-
-
-def _serve(sizes: list[int], salt: int) -> None:
-    tensors = [pattern(index, size, salt) for index, size in enumerate(sizes)]
-    exporter = TransferEngineTransport(SETTINGS).export(image_of(sizes, tensors), OpenGate())
-    assert exporter.ready(time.monotonic() + 10)
-    exporter.let_in("channel", "127.0.0.1")
-    endpoint = exporter.endpoint()
-    print(json.dumps({"parameters": dict(endpoint.parameters), "segments": endpoint.segments}), flush=True)
-    sys.stdin.readline()
-    exporter.close()
-
-
-if __name__ == "__main__":
-    _serve(json.loads(sys.argv[1]), int(sys.argv[2]))

@@ -1,12 +1,11 @@
+"""The protocol of vLLM-Ascend's RFork: its table, seeds, and one registry for all."""
+
 from __future__ import annotations
 
-import asyncio
-from collections import Counter
 from dataclasses import replace
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
 from planner.app import create_app
 from planner.compat.ascend_desk import Desk
@@ -17,54 +16,21 @@ from rfork.errors import PlannerRefused
 from rfork.settings import PlannerSettings
 from rfork.wire import ForkRequest
 from tests.unit.planner.app_transport import AppTransport
+from tests.unit.planner.ascend import (
+    ADD,
+    KEY,
+    OTHER,
+    SEED,
+    SEED_ID,
+    add,
+    get,
+    lease,
+    listed,
+    put,
+    remove,
+    renew,
+)
 from tests.unit.planner.builders import FakeTime, ask, make_registry, report, whole
-
-KEY = "qwen3$bf16$kv_both$0$1"
-SEED = {"SEED_IP": "10.0.0.7", "SEED_PORT": "4000", "SEED_RANK": "1"}
-OTHER = {"SEED_IP": "10.0.0.8", "SEED_PORT": "4000", "SEED_RANK": "1"}
-SEED_ID = "ascend:10.0.0.7:4000:1"
-
-
-def add(
-    web: httpx.Client, seed: dict[str, str] = SEED, *, key: str = KEY, references: str = "0"
-) -> httpx.Response:
-    """Register a seed, or send its heartbeat."""
-    return web.post("/add_seed", headers={**seed, "SEED_KEY": key, "SEED_REFCNT": references})
-
-
-def get(web: httpx.Client, key: str = KEY) -> httpx.Response:
-    """Ask for a seed."""
-    return web.get("/get_seed", headers={"SEED_KEY": key})
-
-
-def lease(web: httpx.Client, key: str = KEY) -> dict[str, str]:
-    """The headers that name a lease, as the client sends them back."""
-    answer = get(web, key)
-    assert 200 == answer.status_code
-    return {name: answer.headers[name] for name in ("SEED_IP", "SEED_PORT", "SEED_RANK", "USER_ID")}
-
-
-def put(web: httpx.Client, held: dict[str, str]) -> int:
-    """Give a lease back; the status."""
-    return web.post("/put_seed", headers=held).status_code
-
-
-def renew(web: httpx.Client, held: dict[str, str]) -> int:
-    """Renew a lease; the status."""
-    return web.post("/renew_seed_lease", headers=held).status_code
-
-
-def remove(web: httpx.Client, seed: dict[str, str] = SEED, key: str = KEY) -> int:
-    """Remove a seed; the status."""
-    return web.post("/remove_seed", headers={**seed, "SEED_KEY": key}).status_code
-
-
-def listed(planner: PlannerClient) -> dict[str, str]:
-    """State by id of the instances that the planner lists."""
-    return {view.report.instance_id: view.report.state for view in planner.instances()}
-
-
-# -- the table of the protocol --------------------------------------------------------------------
 
 
 def test_get_seed_answers_in_headers_alone(web: httpx.Client) -> None:
@@ -95,7 +61,6 @@ def test_every_answer_is_without_a_body(web: httpx.Client) -> None:
     ]
 
 
-ADD = {**SEED, "SEED_KEY": KEY, "SEED_REFCNT": "0"}
 BAD = [
     ("GET", "/get_seed", {}, "SEED_KEY is missing"),
     ("GET", "/get_seed", {"SEED_KEY": ""}, "SEED_KEY is missing"),
@@ -137,107 +102,6 @@ def test_a_header_that_comes_twice_is_refused(web: httpx.Client) -> None:
     """A proxy and the planner could each believe another one."""
     answer = web.request("GET", "/get_seed", headers=[("SEED_KEY", "a"), ("SEED_KEY", "b")])
     assert (400, "SEED_KEY is given more than once") == (answer.status_code, answer.headers["RFORK_REASON"])
-
-
-# -- leases ---------------------------------------------------------------------------------------
-
-
-def test_two_clients_never_hold_one_seed(web: httpx.Client) -> None:
-    """Each seed takes one reader; the slot is free again once it is given back."""
-    add(web)
-    add(web, OTHER)
-    held = [lease(web), lease(web)]
-    full = get(web).status_code
-    put(web, held[0])
-    assert ({"10.0.0.7", "10.0.0.8"}, 404, held[0]["SEED_IP"]) == (
-        {each["SEED_IP"] for each in held}, full, lease(web)["SEED_IP"],
-    )  # fmt: skip
-
-
-async def test_of_many_that_ask_at_once_one_gets_the_seed(app: FastAPI) -> None:
-    """The others are told that there is none, without waiting for it."""
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(base_url="http://planner", transport=transport) as client:
-        await client.post("/add_seed", headers=ADD)
-        asked = [client.get("/get_seed", headers={"SEED_KEY": KEY}) for _ in range(16)]
-        assert Counter({404: 15, 200: 1}) == Counter(
-            answer.status_code for answer in await asyncio.gather(*asked)
-        )
-
-
-def test_a_key_is_matched_whole(web: httpx.Client) -> None:
-    """Rank and address do not matter for the match, one character of the key does."""
-    add(web)
-    assert [404, 404, 200] == [get(web, key).status_code for key in (KEY + "$draft", KEY.lower()[:-1], KEY)]
-
-
-def test_a_seed_on_the_clients_own_host_comes_first(web: httpx.Client) -> None:
-    """The bytes then pass no network."""
-    add(web)
-    add(web, {**SEED, "SEED_IP": "127.0.0.1"})
-    add(web, OTHER)
-    assert "127.0.0.1" == lease(web)["SEED_IP"]
-
-
-def test_a_seed_at_an_ipv6_address_is_told_as_it_was(web: httpx.Client) -> None:
-    """What the client connects to, and gives back."""
-    add(web, {**SEED, "SEED_IP": "fd00::7"})
-    held = lease(web)
-    assert ("fd00::7", 200) == (held["SEED_IP"], put(web, held))
-
-
-def test_a_lease_is_bound_to_its_seed(web: httpx.Client) -> None:
-    """Another seed's address with the right user ends and renews nothing."""
-    add(web)
-    add(web, OTHER)
-    held = lease(web)
-    other = OTHER if held["SEED_IP"] == SEED["SEED_IP"] else SEED
-    wrong = {**other, "USER_ID": held["USER_ID"]}
-    assert (404, 404, 200) == (put(web, wrong), renew(web, wrong), renew(web, held))
-
-
-def test_a_lease_lapses_unless_it_is_renewed(web: httpx.Client, time: FakeTime) -> None:
-    """Renewed each third of its time it lives on; left alone its slot is free after the whole."""
-    add(web)
-    held = lease(web)
-    renewed = []
-    for _ in range(9):
-        time.now += 10
-        add(web)
-        renewed.append(renew(web, held))
-    time.now += 29
-    still = get(web).status_code
-    time.now += 2
-    assert ([200] * 9, 404, 404, 200) == (renewed, still, renew(web, held), get(web).status_code)
-
-
-def test_a_lease_lives_as_long_as_was_told(web: httpx.Client, time: FakeTime) -> None:
-    """Longer than an instance of rfork's own may be silent: these clients send nothing else meanwhile."""
-    add(web)
-    held = lease(web)
-    add(web)
-    time.now += 29
-    assert 200 == renew(web, held)
-
-
-def test_a_lease_that_lapsed_cannot_be_given_back(web: httpx.Client, time: FakeTime) -> None:
-    """Whoever got the slot since keeps it."""
-    add(web)
-    held = lease(web)
-    time.now += 31
-    now_held = lease(web)
-    assert (404, 200) == (put(web, held), renew(web, now_held))
-
-
-def test_a_lease_ends_with_its_seed(web: httpx.Client, time: FakeTime) -> None:
-    """A seed that fell silent is not read from for ever, though its reader renews."""
-    add(web)
-    held = lease(web)
-    renewed = []
-    for _ in range(8):
-        time.now += 10
-        renewed.append(renew(web, held))
-    assert ([200] * 7 + [404], 404) == (renewed, put(web, held))
 
 
 # -- seeds ----------------------------------------------------------------------------------------

@@ -1,13 +1,10 @@
-"""Replicas of the store against one real Redis."""
+"""A real Redis that dies, hangs, forgets or refuses, and replicas of the store."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 
 import pytest
 from redis.asyncio import Redis
@@ -16,205 +13,18 @@ from planner.leases import Clock
 from planner.store import keyspace
 from planner.store.base import Change, Conflict, StoreUnavailable
 from planner.store.redis import RedisStore
-from rfork.wire import ForkFinish
+from tests.integration.redis_store.stores import (
+    TIMEOUT_S,
+    MakeStore,
+    forks_of,
+    instances_of,
+    key,
+    plan,
+    tell,
+    until,
+)
 from tests.processes import RedisServer
 from tests.unit.planner.records import GROUP, fork, instance
-
-TIMEOUT_S = 1.0
-MakeStore = Callable[..., RedisStore]
-
-
-@pytest.fixture
-async def make(redis_server: RedisServer) -> AsyncIterator[MakeStore]:
-    """Makes replicas of one store; each is stopped when the test ends."""
-    made: list[RedisStore] = []
-
-    def make(*, keep_forks: int = 10, clock: Clock | None = None, timeout_s: float = TIMEOUT_S) -> RedisStore:
-        made.append(
-            RedisStore(redis_server.url, clock or Clock(), keep_forks=keep_forks, timeout_s=timeout_s)
-        )
-        return made[-1]
-
-    yield make
-    for store in made:
-        await store.stop()
-
-
-def key(name: str) -> str:
-    """What the store calls one of its keys, which change with the format of records."""
-    return f"{{rfork}}:{keyspace.FORMAT}:{name}"
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait for what a replica finds out by itself; TimeoutError where it does not."""
-    async with asyncio.timeout(20):
-        while not holds():
-            await asyncio.sleep(0.01)
-
-
-def instances_of(store: RedisStore) -> list[str]:
-    """Ids of the instances in its state."""
-    return sorted(record.report.instance_id for record in store.state.instances())
-
-
-def forks_of(store: RedisStore) -> list[str]:
-    """Ids of the forks in its state, whatever order it heard of them in."""
-    return sorted(record.fork_id for record in store.state.forks())
-
-
-async def tell(server: RedisServer, *words: str | int) -> None:
-    """Have Redis do what no planner asks for."""
-    async with Redis.from_url(server.url, protocol=2) as admin:
-        await admin.execute_command(*words)
-
-
-async def plan(store: RedisStore, fork_id: str) -> int:
-    """Commit a fork on the version that is known, until no other replica is quicker; that version."""
-    while True:
-        await until(lambda: store.ready)
-        version = store.version(GROUP)
-        with contextlib.suppress(Conflict, StoreUnavailable):
-            await store.commit(Change(forks=(fork(fork_id),), group=GROUP, version=version))
-            return version
-
-
-async def test_two_replicas_see_what_the_other_does(make: MakeStore) -> None:
-    """Instances, forks, versions, and what is gone; the record is the same on both sides."""
-    one, other = make(), make()
-    await one.start()
-    await other.start()
-    await one.commit(Change(instances=(instance("a"), instance("b")), forks=(fork("f"),), group=GROUP))
-    await until(lambda: other.version(GROUP) == 1)
-    await other.commit(Change(instances=(replace(instance("a"), drained=True),), gone=("b",)))
-    await until(lambda: instances_of(one) == ["a"])
-    expected = ([replace(instance("a"), drained=True)], [fork("f")], 1)
-    assert [expected] * 2 == [
-        (store.state.instances(), store.state.forks(), store.version(GROUP)) for store in (one, other)
-    ]
-
-
-async def test_what_one_commits_it_sees_at_once(make: MakeStore) -> None:
-    """And once: the stream brings it again."""
-    store, heard = make(), list[str]()
-    await store.start()
-    store.state.subscribe(lambda record: heard.append(record.fork_id))
-    await plan(store, "a")
-    seen = forks_of(store)
-    await plan(store, "b")
-    assert (["a"], ["a", "b"]) == (seen, heard)
-
-
-async def test_of_two_commits_on_one_version_one_wins(make: MakeStore) -> None:
-    """The other is refused whole, and knows by then what the first one did."""
-    one, other = make(), make()
-    await one.start()
-    await other.start()
-    first = Change(forks=(fork("first"),), group=GROUP, version=0)
-    second = Change(instances=(instance("late"),), forks=(fork("second"),), group=GROUP, version=0)
-    outcomes = await asyncio.gather(one.commit(first), other.commit(second), return_exceptions=True)
-    refused = [type(outcome) for outcome in outcomes if outcome is not None]
-    loser, expected = (other, ([], ["first"], 1)) if outcomes[0] is None else (one, (["late"], ["second"], 1))
-    assert ([Conflict], expected) == (refused, (instances_of(loser), forks_of(loser), loser.version(GROUP)))
-
-
-async def test_no_version_is_used_twice(make: MakeStore) -> None:
-    """Two hundred commits on two replicas at a time: each has a version of its own, and none is lost."""
-    stores = [make(keep_forks=1000), make(keep_forks=1000)]
-    for store in stores:
-        await store.start()
-    used = await asyncio.gather(*(plan(stores[index % 2], f"f{index}") for index in range(200)))
-    await until(lambda: all(store.version(GROUP) == 200 for store in stores))
-    expected = sorted(f"f{index}" for index in range(200))
-    assert (list(range(200)), [expected] * 2) == (
-        sorted(used), [forks_of(store) for store in stores],
-    )  # fmt: skip
-
-
-async def test_changes_of_one_record_at_one_time_are_both_kept(make: MakeStore) -> None:
-    """A drain through one replica and a heartbeat through the other, made from the same record."""
-    one, other = make(), make()
-    await one.start()
-    await one.commit(Change(instances=(instance("a"),), forks=(fork("f"),)))
-    await other.start()
-    await asyncio.gather(
-        one.commit(Change(instances=(replace(instance("a"), drained=True),), forks=(fork("f", lost=True),))),
-        other.commit(
-            Change(instances=(replace(instance("a"), seen_at=9.0),), forks=(fork("f", seen_at=9.0),))
-        ),
-    )
-    third = make()
-    await third.start()
-    expected = (replace(instance("a"), seen_at=9.0, drained=True), fork("f", seen_at=9.0, lost=True))
-    await until(lambda: one.state.instance("a") == other.state.instance("a") == expected[0])
-    assert [expected] * 3 == [
-        (each.state.instance("a"), each.state.fork("f")) for each in (one, other, third)
-    ]
-
-
-async def test_a_heartbeat_of_an_instance_that_is_gone_brings_it_whole(
-    make: MakeStore, redis_server: RedisServer
-) -> None:
-    """One number would be a torn record: the replica that still knew the rest sends that too."""
-    one, other = make(), make()
-    await one.start()
-    await one.commit(Change(instances=(instance("a"),), forks=(fork("f"),)))
-    await other.start()
-    await tell(redis_server, "DEL", key("instances"), key("forks"))
-    heard = replace(instance("a"), seen_at=9.0)
-    await other.commit(Change(instances=(heard,), forks=(fork("f", seen_at=9.0),)))
-    third = make()
-    await third.start()
-    await until(lambda: one.state.instances() == [heard])
-    expected = ([heard], [fork("f", seen_at=9.0)])
-    assert [expected] * 3 == [(store.state.instances(), store.state.forks()) for store in (one, other, third)]
-
-
-async def test_a_replica_that_starts_later_knows_everything(make: MakeStore) -> None:
-    """Ended forks as many as are kept, in the order of their end; ages are those of the first replica."""
-    one = make(keep_forks=2)
-    await one.start()
-    seen_at = one.now() - 5
-    await one.commit(Change(instances=(replace(instance("a"), seen_at=seen_at),), forks=(fork("live"),)))
-    for name in ("x", "z", "y"):
-        await one.commit(Change(forks=(fork(name),)))
-        await one.commit(Change(forks=(fork(name, ended=True),)))
-    await plan(one, "planned")
-    later = make(keep_forks=2)
-    await later.start()
-    record = later.state.instance("a")
-    assert (["live", "planned", "y", "z"], one.version(GROUP), seen_at) == (
-        forks_of(later), later.version(GROUP), record.seen_at if record else None,
-    )  # fmt: skip
-    assert pytest.approx(one.now() - seen_at, abs=2) == later.now() - seen_at
-
-
-async def test_what_forks_told_outlives_their_instances(make: MakeStore) -> None:
-    """At the replica that saw it, at the one that follows, and at one that starts later."""
-    one, other = make(), make()
-    await one.start()
-    await other.start()
-    took = {"snapshot:file:///x": 9.0, "s": 2.0}
-    await one.commit(Change(instances=(instance("s"),), forks=tuple(fork(name) for name in took)))
-    for source, seconds in took.items():
-        finish = ForkFinish(outcome="forked", seconds=seconds, bytes_read=1, sources={source: 1})
-        await other.commit(Change(forks=(fork(source, finish=finish),)))
-    await one.commit(Change(gone=("s",)))
-    later = make()
-    await later.start()
-    await until(lambda: not other.state.groups())
-    assert [([], [7.0])] * 3 == [
-        (store.state.groups(), [past.saved_s for past in store.state.pasts()])
-        for store in (one, other, later)
-    ]
-
-
-async def test_ages_do_not_depend_on_the_machines_clocks(make: MakeStore) -> None:
-    """Machines that were booted at other times, with other ideas of the date, agree."""
-    one = make(clock=Clock(monotonic=lambda: 5e6, unix=lambda: 0.0))
-    other = make(clock=Clock(monotonic=lambda: 12.0, unix=lambda: 9e9))
-    await one.start()
-    await other.start()
-    assert one.now() == other.now()
 
 
 async def test_a_redis_that_dies_is_told_and_comes_back_empty(

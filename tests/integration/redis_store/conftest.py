@@ -1,0 +1,31 @@
+"""Replicas of one store, over a Redis of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from planner.leases import Clock
+from planner.store.redis import RedisStore
+from tests.integration.redis_store.stores import (
+    TIMEOUT_S,
+    MakeStore,
+)
+from tests.processes import RedisServer
+
+
+@pytest.fixture
+async def make(redis_server: RedisServer) -> AsyncIterator[MakeStore]:
+    """Makes replicas of one store; each is stopped when the test ends."""
+    made: list[RedisStore] = []
+
+    def make(*, keep_forks: int = 10, clock: Clock | None = None, timeout_s: float = TIMEOUT_S) -> RedisStore:
+        made.append(
+            RedisStore(redis_server.url, clock or Clock(), keep_forks=keep_forks, timeout_s=timeout_s)
+        )
+        return made[-1]
+
+    yield make
+    for store in made:
+        await store.stop()

@@ -1,0 +1,56 @@
+"""What is asked of replicas of a store, and of the Redis behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from redis.asyncio import Redis
+
+from planner.store import keyspace
+from planner.store.base import Change, Conflict, StoreUnavailable
+from planner.store.redis import RedisStore
+from tests.processes import RedisServer
+from tests.unit.planner.records import GROUP, fork
+
+TIMEOUT_S = 1.0
+MakeStore = Callable[..., RedisStore]
+
+
+def key(name: str) -> str:
+    """What the store calls one of its keys, which change with the format of records."""
+    return f"{{rfork}}:{keyspace.FORMAT}:{name}"
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for what a replica finds out by itself; TimeoutError where it does not."""
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+def instances_of(store: RedisStore) -> list[str]:
+    """Ids of the instances in its state."""
+    return sorted(record.report.instance_id for record in store.state.instances())
+
+
+def forks_of(store: RedisStore) -> list[str]:
+    """Ids of the forks in its state, whatever order it heard of them in."""
+    return sorted(record.fork_id for record in store.state.forks())
+
+
+async def tell(server: RedisServer, *words: str | int) -> None:
+    """Have Redis do what no planner asks for."""
+    async with Redis.from_url(server.url, protocol=2) as admin:
+        await admin.execute_command(*words)
+
+
+async def plan(store: RedisStore, fork_id: str) -> int:
+    """Commit a fork on the version that is known, until no other replica is quicker; that version."""
+    while True:
+        await until(lambda: store.ready)
+        version = store.version(GROUP)
+        with contextlib.suppress(Conflict, StoreUnavailable):
+            await store.commit(Change(forks=(fork(fork_id),), group=GROUP, version=version))
+            return version

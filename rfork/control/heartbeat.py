@@ -49,6 +49,7 @@ class Heartbeat:
         self._interval_s = DEFAULT_INTERVAL_S
         self._wake = threading.Event()
         self._stopping = threading.Event()
+        self._hurry = threading.Event()  # set: no gap before the next report
         self._connected = threading.Event()
         self._changed = threading.Condition()
         self._begun = self._heard = 0  # reports, by number: the last that was made, and that got through
@@ -75,11 +76,16 @@ class Heartbeat:
         self._wake.set()
 
     def wait_heard(self, timeout_s: float) -> bool:
-        """Report now, and wait until the planner has answered that; False where it did not in `timeout_s`."""
+        """Report now, and wait until the planner has answered that; False where it did not in `timeout_s`.
+
+        At once where the planner is away: the heartbeat goes on trying, and nobody waits for that.
+        """
         with self._changed:
             wanted = self._begun + 1
+            self._hurry.set()
             self.poke()
-            return self._changed.wait_for(lambda: self._heard >= wanted, timeout_s)
+            self._changed.wait_for(lambda: self._failures or self._heard >= wanted, timeout_s)
+            return self._heard >= wanted
 
     def stop(self, *, remove: bool) -> None:
         """End the thread and, with `remove`, have the planner forget this instance. Safe to call twice.
@@ -88,6 +94,7 @@ class Heartbeat:
         """
         first = not self._stopping.is_set()
         self._stopping.set()
+        self._hurry.set()
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -106,17 +113,23 @@ class Heartbeat:
                 self._send()
             except Exception:
                 # The thread's outermost edge: one report that cannot be made must not end all of them.
-                self._failures += 1
-                self._connected.clear()
+                self._fail()
                 self._log.exception("heartbeat failed")
             if self._failures:
                 # A poke does not cut this short: a planner that is away is not to be hammered.
                 self._stopping.wait(self._backoff_s())
             else:
                 self._wake.wait(self._interval_s * MARGIN)
-                self._stopping.wait(max(0.0, self._least_gap_s - (time.monotonic() - sent_at)))
+                self._hurry.wait(max(0.0, self._least_gap_s - (time.monotonic() - sent_at)))
             # Cleared before the report is made, so that a poke from here on leads to one more.
             self._wake.clear()
+            self._hurry.clear()
+
+    def _fail(self) -> None:
+        self._connected.clear()
+        with self._changed:
+            self._failures += 1
+            self._changed.notify_all()
 
     def _backoff_s(self) -> float:
         pause_s = min(self._retry_s * 2.0 ** min(self._failures - 1, 16), self._interval_s)
@@ -134,8 +147,7 @@ class Heartbeat:
         except RforkError as error:
             if self._failures == 0:
                 self._log.warning("planner lost", planner=self._client.url, reason=str(error))
-            self._failures += 1
-            self._connected.clear()
+            self._fail()
             return
         if self._failures:
             self._log.info("planner is back", planner=self._client.url, missed=self._failures)

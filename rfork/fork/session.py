@@ -50,6 +50,9 @@ from rfork.transport.base import Transport
 
 log = logger(__name__)
 
+HEAR_S = 0.5
+"""How long the end of a fork waits, at most, for the planner to hear what this instance holds by then."""
+
 
 class ForkSession:
     """Fills one module's tensors. Call `run` once.
@@ -186,6 +189,9 @@ class ForkSession:
             with self._watch.phase("digest"):
                 seed.reseal()
         report = self._report(image, board, seed, way, reasons)
+        if gives:
+            # Before the end: who asks between the two would find one that has nothing and waits for nobody.
+            seed.wait_heard(HEAR_S)
         self._finish(report.outcome, reasons, report)
         if not gives:
             # Last: those that wait here ask again at once, and the planner knows by now how it ended.

@@ -94,6 +94,10 @@ class Seed(Answering):
         """Block until the planner has answered the latest report; whether it has."""
         return self._heartbeat is not None and self._heartbeat.wait_connected(timeout)
 
+    def wait_heard(self, timeout: float) -> bool:
+        """See `Suspending.wait_heard`."""
+        return self._heartbeat is not None and self._heartbeat.wait_heard(timeout)
+
     def drain(self, timeout: float) -> bool:
         """Take no new readers, and wait for those there are; whether all have finished."""
         self._state = "draining"
@@ -126,10 +130,6 @@ class Seed(Answering):
 
     def _open_exports(self) -> None:
         self._exports.open(self.image, self)
-
-    def _wait_heard(self, timeout: float) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.wait_heard(timeout)
 
     def _close_servers(self) -> None:
         if self._peer is not None:

@@ -42,8 +42,8 @@ class Suspending(Holding):
         """What its exporters ask."""
         raise NotImplementedError
 
-    def _wait_heard(self, timeout: float) -> None:
-        """Tell the planner how it stands, and wait until it has heard."""
+    def wait_heard(self, timeout: float) -> bool:
+        """Tell the planner now how it stands, and wait until it has heard; False where it has not by then."""
         raise NotImplementedError
 
     def _open_exports(self) -> None:
@@ -120,7 +120,7 @@ class Suspending(Holding):
                     with self._changing:
                         self._clear()
                     # The planner first: who hears of it asks there at once, and is to be sent here again.
-                    self._wait_heard(HEAR_S)
+                    self.wait_heard(HEAR_S)
                     self._part_from_readers()
                 if watched:
                     threading.Event().wait(HEAR_S)

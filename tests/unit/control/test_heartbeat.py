@@ -128,3 +128,26 @@ def test_a_heartbeat_that_never_started_stops(remove: bool) -> None:
     planner = FakePlanner()
     beating(planner, queue.Queue()).stop(remove=remove)
     assert [] == list(planner.seen.queue)
+
+
+def test_whoever_waits_for_a_report_is_not_held_up_by_the_gap() -> None:
+    """The next report, made after the call, goes out at once and was answered when the call returns."""
+    planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
+    heartbeat = Heartbeat(planner.client, lambda: REPORT, acks.put, least_gap_s=3600.0)
+    heartbeat.start()
+    acks.get(timeout=WAIT_S)
+    heartbeat.poke()  # from here on it waits out the gap
+    assert heartbeat.wait_heard(WAIT_S)
+    assert 1 == acks.qsize()
+    heartbeat.stop(remove=False)
+
+
+def test_nobody_waits_for_a_planner_that_is_away() -> None:
+    """Once a report has failed, whoever would wait for one is told at once."""
+    planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
+    planner.away.set()
+    heartbeat = Heartbeat(planner.client, lambda: REPORT, acks.put, retry_s=3600.0)
+    heartbeat.start()
+    assert "PUT" == planner.next()
+    assert not heartbeat.wait_heard(threading.TIMEOUT_MAX)
+    heartbeat.stop(remove=False)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rfork.errors import NothingLeft, PlannerUnreachable, UnsupportedTensor
-from rfork.fork.fallback import Fallback
+from rfork.fork.fallback import Fallback, engine_fallback
 from rfork.fork.session import ForkSession
 from rfork.image.board import ChunkBoard
 from rfork.image.capture import capture
@@ -115,6 +115,35 @@ def test_a_fork(fleet: Fleet) -> None:
     )
     report.seed.close()
     assert (["target"], [report.fork_id]) == (planner.removed, [fork_id for fork_id, _ in planner.finishes])
+
+
+@pytest.mark.parametrize("way", ["pulled", "in place", "another model"])
+def test_what_is_held_is_told_before_the_end(fleet: Fleet, way: str) -> None:
+    """Whoever asks the planner once a fork has ended finds a source, however it got its weights."""
+    seed, module = fleet.source("a", capture(Model(0.0))), Model(1.0)
+
+    class Planner(FakePlanner):
+        held: tuple[tuple[int, int], ...] | None = None
+
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path.endswith("/finish"):
+                self.held = self.reports[-1].verified
+            return super().handle_request(request)
+
+    answers = {
+        "pulled": (lambda: plan(route(seed, ALL)), TWOS),
+        "in place": (lambda: raising(PlannerUnreachable("down")), TWOS),
+        "another model": (
+            lambda: raising(PlannerUnreachable("down")),
+            engine_fallback(lambda: Model(2.0), lambda: None),
+        ),
+    }
+    answer, fallback = answers[way]
+    planner = Planner(Script((answer,)))
+    report = session(fleet, module, planner, fallback).run()
+    assert (ALL,) == planner.held
+    assert report.seed is not None
+    report.seed.close()
 
 
 def test_while_it_forks_a_target_is_loading(fleet: Fleet) -> None:

@@ -61,6 +61,7 @@ test-kube: venv ## the chart, and the hooks on a real API server (KUBEBUILDER_AS
 .PHONY: lint
 lint: venv ## ruff and mypy --strict
 	$(BIN)/ruff check --quiet
+	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 .PHONY: format

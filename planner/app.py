@@ -59,6 +59,8 @@ class PlannerApp(FastAPI):
             version=rfork.__version__,
             description=DESCRIPTION,
             lifespan=lambda _: living(registry),
+            docs_url=None,  # `page_routes` has it, without the internet
+            redoc_url=None,
         )
         self.events = Events(registry.state)
         self.feed = Feed(registry, heartbeat_s=heartbeat_s)

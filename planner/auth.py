@@ -32,10 +32,10 @@ CALLER: Final = "rfork_caller"
 """Where in a request's scope its caller stands."""
 STANDING: Final = "rfork_standing"
 """Where in it stands what tells whether that caller would be let in now."""
-OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/", "/ui", "/ui/"})
-"""Asked by whoever runs the container, or opens the page: no token, no limit."""
-OPEN_FOLDERS: Final = ("/ui/page/", "/ui/vendor/")
-"""Files of the page, which are the same everywhere. What it shows of the fleet takes a reader's token."""
+OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/", "/ui", "/ui/", "/docs"})
+"""Asked by whoever runs the container, or opens a page: no token, no limit."""
+OPEN_FOLDERS: Final = ("/ui/page/", "/ui/vendor/", "/ui/swagger/")
+"""Files of the pages, which are the same everywhere. What these show takes a reader's token."""
 ROUTES: Final[tuple[tuple[str, str, Role], ...]] = (
     # An instance's own life.
     ("PUT", "/v1/instances/{instance_id}", "instance"),
@@ -64,9 +64,6 @@ ROUTES: Final[tuple[tuple[str, str, Role], ...]] = (
     ("GET", "/ui/feed", "reader"),
     ("GET", "/metrics", "reader"),
     ("GET", "/openapi.json", "reader"),
-    ("GET", "/docs", "reader"),
-    ("GET", "/docs/{below:path}", "reader"),
-    ("GET", "/redoc", "reader"),
     # Saying whom all others wait for.
     ("POST", "/v1/scaleups", "operator"),
     ("DELETE", "/v1/scaleups/{scaleup_id}", "operator"),

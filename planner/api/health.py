@@ -6,6 +6,7 @@ from typing import Final, Literal
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
 
 from planner.api.documents import REQUEST_ID, Told, answer, problems
 from planner.metrics import Metrics
@@ -19,7 +20,7 @@ SAMPLE: Final = 'rfork_planner_instances{state="serving"} 3.0'
 class Health(WireModel):
     """The planner is there."""
 
-    status: Literal["ok"] = "ok"
+    status: Literal["ok"] = Field("ok", description="it answers")
 
 
 def health_router(registry: Registry, metrics: Metrics) -> APIRouter:

@@ -1,4 +1,4 @@
-"""The files of the page, as they lie beside this module: open to all, for they tell nothing of a fleet."""
+"""The files of the pages, most of them beside this module: open to all, for they tell nothing of a fleet."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+import fastapi_offline
 from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 FOLDER: Final = Path(__file__).parent
+SWAGGER: Final = Path(fastapi_offline.__file__).parent / "static"
+"""Swagger UI as it is vendored there; FastAPI itself would have it from the internet."""
 HEADERS: Final[Mapping[str, str]] = {
     # Scripts and styles of these files alone, data of this planner alone; no HTML made of texts, by anybody.
     "Content-Security-Policy": (
@@ -26,6 +29,14 @@ HEADERS: Final[Mapping[str, str]] = {
     # Asked for again each time, and answered with 304: a page never runs with scripts of another release.
     "Cache-Control": "no-cache",
 }
+API_HEADERS: Final[Mapping[str, str]] = {
+    **HEADERS,
+    # Swagger UI makes HTML of texts, and styles and pictures in it: those of the planner's own document.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:;"
+        " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+}
 
 
 class PageFiles(StaticFiles):
@@ -39,10 +50,13 @@ class PageFiles(StaticFiles):
 
 
 def page_routes() -> list[BaseRoute]:
-    """`/ui/`, what it loads, and the ways to it. All links are relative: it may stand below any prefix."""
+    """`/ui/` and `/docs`, what these load, and the ways there. All links are relative, for any prefix."""
 
     async def page(_: object) -> Response:
         return FileResponse(FOLDER / "page" / "index.html", headers=dict(HEADERS))
+
+    async def api(_: object) -> Response:
+        return FileResponse(FOLDER / "page" / "api.html", headers=dict(API_HEADERS))
 
     async def to_page(_: object) -> Response:
         return RedirectResponse("ui/")
@@ -51,6 +65,8 @@ def page_routes() -> list[BaseRoute]:
         Route("/", to_page, include_in_schema=False),
         Route("/ui", to_page, include_in_schema=False),
         Route("/ui/", page, include_in_schema=False),
+        Route("/docs", api, include_in_schema=False),
         Mount("/ui/page", PageFiles(directory=FOLDER / "page")),
         Mount("/ui/vendor", PageFiles(directory=FOLDER / "vendor")),
+        Mount("/ui/swagger", PageFiles(directory=SWAGGER)),
     ]

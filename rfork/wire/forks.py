@@ -33,8 +33,8 @@ from rfork.wire.plans import Lease, Share
 class ForkProgress(WireModel):
     """What a target tells the planner about once a second."""
 
-    verified: Chunks
-    bytes_read: Bytes
+    verified: Chunks = Field(description="chunks that arrived and are right")
+    bytes_read: Bytes = Field(description="bytes of the chunks that arrived so far, right or wrong")
     bytes_per_s: BytesPerSecond = Field(description="bytes a second now: in its last second; before one has passed, the mean so far")
     sources: SourceBytes = Field(default_factory=dict, description="verified bytes by source: an instance, or `KIND:URI` for storage")
     source_bytes_per_s: SourceRates = Field(default_factory=dict, description="verified bytes a second now, by source, over the same second as `bytes_per_s`; of those that give something the 64 fastest")
@@ -46,7 +46,7 @@ class ForkProgress(WireModel):
 class ProgressAck(WireModel):
     """Renewed leases, by source instance."""
 
-    leases: dict[Identifier, Lease] = Field(default_factory=dict)
+    leases: dict[Identifier, Lease] = Field(default_factory=dict, description="by source: each takes the place of the one before")
     ask_again: Told | None = Field(None, description="why the planner has a better plan by now: ask for it; none: go on")
 
 
@@ -71,33 +71,33 @@ class ForkFinish(WireModel):
 class ForkView(WireModel):
     """A fork as the planner lists it."""
 
-    fork_id: Identifier
-    instance_id: Identifier
-    model: ModelName
-    rank: Rank
-    state: ForkState
-    plan: tuple[Share, ...] = ()
+    fork_id: Identifier = Field(description="chosen by its target")
+    instance_id: Identifier = Field(description="the target")
+    model: ModelName = Field(description="of the target")
+    rank: Rank = Field(description="of the target")
+    state: ForkState = Field(description="planning: it has no plan yet; running: it has one; finished: its target has weights, forked or by a fallback; failed: it has none, or was lost")
+    plan: tuple[Share, ...] = Field((), description="what it is to read, by source, as last planned")
     reason: Told = Field("", description="how the sources were chosen, or why there are none")
-    progress: ForkProgress | None = None
-    finish: ForkFinish | None = None
+    progress: ForkProgress | None = Field(None, description="what it told last; none: nothing yet")
+    finish: ForkFinish | None = Field(None, description="how it ended; none: it has not, or its target was lost")
     held: dict[Identifier, int] = Field(default_factory=dict, description="bytes a second that a source it reads (or read last) from held all its readers to, where it did")
     age_s: float = Field(description="seconds since it first asked")
-    chunk_count: ChunkCount
-    image_bytes: Bytes
+    chunk_count: ChunkCount = Field(description="of the target's image")
+    image_bytes: Bytes = Field(description="of the target's image")
 
 
 class ForkPage(WireModel):
     """Some of the forks."""
 
-    items: tuple[ForkView, ...]
+    items: tuple[ForkView, ...] = Field(description="in the order of their ids")
     next: Identifier | None = Field(None, description="pass as `after` for the next page; none: this is the last")
 
 
 class ForkEvent(WireModel):
     """One change of a fork, as the event stream tells it."""
 
-    kind: Literal["planned", "progress", "ended"]
-    fork: ForkView
+    kind: Literal["planned", "progress", "ended"] = Field(description="what happened")
+    fork: ForkView = Field(description="the fork after it")
 
 
 def source_kind(name: str) -> SourceKind:

@@ -54,9 +54,9 @@ class Rank(WireModel):
 class Placement(WireModel):
     """Where an instance runs; two with one `host` share a node."""
 
-    host: Label = Field(min_length=1)
-    rack: Label | None = None
-    zone: Label | None = None
+    host: Label = Field(min_length=1, description="name of its node")
+    rack: Label | None = Field(None, description="those with one name share a switch; none: not known")
+    zone: Label | None = Field(None, description="those with one name share a datacenter; none: not known")
     nvlink: Label | None = Field(None, description="NVLink domain; those with one name read one another past their NICs")
     pod: Label | None = Field(None, description="the Kubernetes Pod it runs in, for people: namespace/name")
 
@@ -65,7 +65,7 @@ class StorageOffer(WireModel):
     """Something an instance could read its weights from by itself, if the planner elects it to."""
 
     kind: StorageKind = Field(description="`snapshot`: any chunk, verified; `checkpoint`: any chunk; `loader`: all or nothing")
-    uri: Text = Field("", examples=["file:///models/smollm2"])
+    uri: Text = Field("", description="where it lies; of a loader none", examples=["file:///models/smollm2"])
     origin: HexId | None = Field(None, description="what tells these files from others, before any chunk is read; not of a loader")
     weights_id: HexId | None = Field(None, description="of a snapshot, whose manifest is known beforehand")
 
@@ -73,22 +73,22 @@ class StorageOffer(WireModel):
 class InstanceReport(WireModel):
     """All that the planner knows of one rank of an instance: each heartbeat carries it whole."""
 
-    instance_id: Identifier
-    model: ModelName
-    rank: Rank = Rank()
-    layout_id: HexId
+    instance_id: Identifier = Field(description="its own at each start")
+    model: ModelName = Field(description="name under which seeds and forks meet")
+    rank: Rank = Field(Rank(), description="which part of the model it holds; forks are between equal ranks")
+    layout_id: HexId = Field(description="digest of the names, shapes and types of its tensors; forks are between equal layouts")
     weights_id: HexId | None = Field(None, description="none while a loading instance has not yet learnt it")
     generation: Generation = Field(0, description="raised each time the weights change in place")
-    image_bytes: Bytes
-    chunk_count: ChunkCount
-    state: InstanceState
+    image_bytes: Bytes = Field(description="size of all its tensors, padding included")
+    chunk_count: ChunkCount = Field(description="pieces in which the image is read and verified")
+    state: InstanceState = Field(description="loading: it gets weights still, and gives on what is verified; serving: it has them; draining: it takes no new readers")
     verified: Chunks = Field((), description="chunks it can give")
     draft: HexId | None = Field(None, description="origin of the files its chunks come from, where these were not sealed yet when it got the first")
     storage: tuple[StorageOffer, ...] = Field((), max_length=16, description="what it could read by itself, best first")
     address: Label = Field(description="host:port of its gRPC peer service", examples=["10.0.0.7:41234"])
     transports: Transports = Field((), description="transports it offers, best first")
-    placement: Placement
-    max_readers: int = Field(4, ge=0, le=1 << 16)
+    placement: Placement = Field(description="where it runs")
+    max_readers: int = Field(4, ge=0, le=1 << 16, description="forks that may read from it at one time")
     weight: float = Field(1.0, gt=0, le=100, description="share of the readers it wants, beside others that say 1")
     egress_rate: int | None = Field(None, gt=0, le=2**63 - 1, description="bytes a second it gives at most")
     readers: tuple[Identifier, ...] = Field((), max_length=4096, description="forks that read from it now")
@@ -104,7 +104,7 @@ class InstanceAck(WireModel):
 class InstanceView(WireModel):
     """An instance as the planner lists it."""
 
-    report: InstanceReport
+    report: InstanceReport = Field(description="the last that it sent")
     age_s: float = Field(description="seconds since its last report")
     quarantined: Told | None = Field(None, description="why it gets no readers, if so")
 
@@ -112,13 +112,13 @@ class InstanceView(WireModel):
 class InstancePage(WireModel):
     """Some of the instances."""
 
-    items: tuple[InstanceView, ...]
+    items: tuple[InstanceView, ...] = Field(description="in the order of their ids")
     next: Identifier | None = Field(None, description="pass as `after` for the next page; none: this is the last")
 
 
 class MayExit(WireModel):
     """Whether an instance may end now; asked by a preStop hook."""
 
-    may_exit: bool
+    may_exit: bool = Field(description="whether nobody needs it any more")
     readers: int = Field(description="forks that read from it now")
     reason: Told = Field(description="why it may not, or why it may")

@@ -11,14 +11,14 @@ from rfork.wire.base import WireModel
 class ModelView(WireModel):
     """What the fleet holds of one model and rank."""
 
-    model: ModelName
-    rank_key: Label
-    layout_id: HexId
-    weights_id: HexId | None
-    image_bytes: Bytes
-    seeds: int
-    relays: int
-    forks_running: int
+    model: ModelName = Field(description="name under which seeds and forks meet")
+    rank_key: Label = Field(description="the rank; each has its own entry")
+    layout_id: HexId = Field(description="each layout has its own entry")
+    weights_id: HexId | None = Field(description="each content has its own entry; none: those that are not sealed yet")
+    image_bytes: Bytes = Field(description="size of all tensors of one instance")
+    seeds: int = Field(description="instances that hold it whole")
+    relays: int = Field(description="instances that hold a part, and give that on")
+    forks_running: int = Field(description="forks that have not ended")
     storage_bytes: int = Field(0, description="bytes that forks of this rank read from storage; kept for a while after its last instance is gone")
     forked_bytes: int = Field(0, description="bytes that they read from one another")
     storage_s: float | None = Field(None, description="median seconds of the last forks that read it all from storage; none: none did")

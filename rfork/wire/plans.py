@@ -26,17 +26,17 @@ from rfork.wire.instances import InstanceReport, Placement
 class SourceFault(WireModel):
     """One source that failed a fork, as the target saw it."""
 
-    instance_id: Identifier
-    fault: Literal["user", "target", "source", "network", "storage"]
+    instance_id: Identifier = Field(description="the source; the target's own id stands for its storage")
+    fault: Literal["user", "target", "source", "network", "storage"] = Field(description="whose fault it is, as far as the target can tell")
     error: Text = Field(max_length=64, description="name of the error class", examples=["SourceStalled"])
-    detail: Told = ""
+    detail: Told = Field("", description="what the error says")
 
 
 class Share(WireModel):
     """Chunks that a target reads from one source; its own instance_id stands for its own storage."""
 
-    source_id: Identifier
-    chunks: tuple[ChunkRange, ...]
+    source_id: Identifier = Field(description="the source's instance_id")
+    chunks: tuple[ChunkRange, ...] = Field(description="in the order of the image")
 
 
 class ForkRequest(WireModel):
@@ -59,37 +59,37 @@ class Lease(WireModel):
     """The right to read from one source until it expires."""
 
     token: Annotated[Text, Field(max_length=4096)] = Field(description="shown to the source with every read")
-    expires_in_s: float
+    expires_in_s: float = Field(description="progress told before renews it")
 
 
 class Route(WireModel):
     """Chunk ranges to read from one source."""
 
     source_id: Identifier = Field(description="the source's instance_id")
-    kind: SourceKind = "peer"
+    kind: SourceKind = Field("peer", description="peer: an instance that is a seed or, as a relay, forks itself")
     address: Label = Field(description="host:port of the source's peer service")
-    placement: Placement
+    placement: Placement = Field(description="where the source runs")
     transports: Transports = Field(description="transports both sides offer, best first")
-    generation: Generation
-    chunks: tuple[ChunkRange, ...]
-    lease: Lease
+    generation: Generation = Field(description="of the source's weights when it was planned: another by now, and they changed")
+    chunks: tuple[ChunkRange, ...] = Field(description="what to read from it; of a relay some may not be there yet")
+    lease: Lease = Field(description="the right to do so")
 
 
 class StorageRead(WireModel):
     """Chunks that this target is elected to read from storage, in the stead of all that wait behind it."""
 
-    kind: StorageKind
-    uri: Text = ""
-    chunks: tuple[ChunkRange, ...]
+    kind: StorageKind = Field(description="as the target offered it")
+    uri: Text = Field("", description="as the target offered it")
+    chunks: tuple[ChunkRange, ...] = Field(description="what to read; of a loader all")
 
 
 class Plan(WireModel):
     """Who reads what from whom. Nothing to read: nobody holds this image; `reason` says what there is instead."""
 
-    fork_id: Identifier
-    weights_id: HexId | None = None
+    fork_id: Identifier = Field(description="of the fork that asked")
+    weights_id: HexId | None = Field(None, description="digest of the weights that will be there; none: not sealed yet, or nothing to read")
     draft: HexId | None = Field(None, description="origin of the chunks, while the weights are not sealed")
-    routes: tuple[Route, ...] = ()
+    routes: tuple[Route, ...] = Field((), description="what it reads from other instances")
     storage: tuple[StorageRead, ...] = Field((), description="what it reads by itself; of these chunks it is the group's one reader")
     reason: Told = Field("", description="why there are no routes, or how they were chosen")
     other_layout: Route | None = Field(

@@ -12,8 +12,8 @@ class Problem(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    type: Told = Field(examples=["https://rfork.dev/problems/unknown-fork"])
-    title: Told
-    status: int
-    detail: Told
-    instance: Told | None = None
+    type: Told = Field(description="ends in the word that programs can rely on", examples=["https://rfork.dev/problems/unknown-fork"])
+    title: Told = Field(description="the kind of problem, for people")
+    status: int = Field(description="the HTTP status")
+    detail: Told = Field(description="what is wrong with this request, and what to do")
+    instance: Told | None = Field(None, description="the path that was asked")

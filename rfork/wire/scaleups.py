@@ -12,7 +12,7 @@ class ScaleUp(WireModel):
     """New replicas of a model are about to start: their forks are to share one plan."""
 
     scaleup_id: Identifier = Field(description="chosen by the caller; saying it again replaces what was said before")
-    model: ModelName
+    model: ModelName = Field(description="whose replicas start")
     replicas: int = Field(ge=0, le=100_000, description="new replicas that have not asked for their fork yet; 0: none comes any more")
     expires_in_s: float = Field(900.0, gt=0, le=86_400, description="who has not come by then is not waited for")
     by: Label = Field("", description="who says so, for people", examples=["deployment/default/llama"])
@@ -21,9 +21,9 @@ class ScaleUp(WireModel):
 class ScaleUpView(WireModel):
     """A scale-up that was announced, and what awaits those that come."""
 
-    scaleup: ScaleUp
+    scaleup: ScaleUp = Field(description="as announced")
     arrived: int = Field(description="replicas of which a rank has asked for its fork since")
-    expires_in_s: float
+    expires_in_s: float = Field(description="seconds until it is forgotten")
     seeds: int = Field(description="instances that hold the model whole now, of the rank that fewest hold")
     image_bytes: Bytes = Field(description="of all ranks of one replica, where any is known; else 0")
     reason: Told = Field(description="what they will do: fork from seeds, or read storage once for all")

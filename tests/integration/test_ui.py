@@ -341,3 +341,27 @@ def test_a_token_is_asked_for_once(page: Page) -> None:
         assert f"{url}/ui/" == page.url
         assert "secret" == page.evaluate("sessionStorage.getItem('rfork-token')")
         assert 0 == page.evaluate("localStorage.length")
+
+
+def test_the_api_is_shown_and_tried(page: Page) -> None:
+    """Nothing comes from elsewhere; the token is asked for once, and shown with each call that is tried."""
+    asked = list[str]()
+    page.on("request", lambda request: asked.append(request.url))
+    with running(_settings(token="secret")) as url:
+        page.goto(f"{url}/docs")
+        token, wrong = page.locator("#token"), page.locator("#ask-wrong")
+        expect(token).to_be_focused()
+        assert [] == _violations(page)
+        token.fill("guess")
+        page.keyboard.press("Enter")
+        expect(wrong).to_have_text("The planner does not know this token.")
+        token.fill("secret")
+        page.keyboard.press("Enter")
+        models = page.locator(".opblock").filter(has=page.locator("[data-path='/v1/models']"))
+        models.locator(".opblock-summary").click()
+        models.get_by_role("button", name="Try it out").click()
+        models.get_by_role("button", name="Execute").click()
+        expect(models.locator(".live-responses-table .response-col_status").last).to_have_text("200")
+        page.reload()
+        expect(models).to_be_visible()
+        assert [] == [each for each in asked if not each.startswith((url, "data:", "blob:"))]

@@ -1,11 +1,12 @@
 // The stream from the planner: opened, read, watched, and opened again. By fetch and not by EventSource,
 // which cannot send a token but in its URL, where logs would keep it.
 
+import { session } from "./token.js";
+
 /** Without a word for so long, the stream is taken for dead: the planner sends a comment every 5 s. */
 const SILENCE_MS = 16_000;
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 8_000;
-const TOKEN = "rfork-token";
 
 /**
  * How the stream is: `opening`, `live`, `gone` (with why, and when it is tried again) or `token`.
@@ -120,17 +121,4 @@ async function reason(answer) {
   } catch {
     return answer.statusText || "no reason given";
   }
-}
-
-/** The token of this tab; a browser that shuts its storage asks again after a reload.
- * @param {"get" | "set" | "remove"} what @param {string} [value] @returns {string} */
-function session(what, value = "") {
-  try {
-    if (what === "set") sessionStorage.setItem(TOKEN, value);
-    else if (what === "remove") sessionStorage.removeItem(TOKEN);
-    else return sessionStorage.getItem(TOKEN) ?? "";
-  } catch {
-    // It is used all the same, until the page is left.
-  }
-  return "";
 }

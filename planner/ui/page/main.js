@@ -11,6 +11,7 @@ import { showHeadline, showModels, showScaleups, showTroubles } from "./headline
 import { showPlaces } from "./places.js";
 import { showEndings, showSources } from "./tables.js";
 import { showTimes } from "./times.js";
+import { wrongWith } from "./token.js";
 import { TreeGrid } from "./treegrid.js";
 import { troublesOf } from "./troubles.js";
 import { STATES, about, many, rank, short } from "./words.js";
@@ -168,8 +169,8 @@ at("ask-form").addEventListener("submit", (event) => {
   event.preventDefault();
   const field = /** @type {HTMLInputElement} */ (at("token"));
   const token = field.value.trim();
-  // What cannot stand in a header would throw, or be cut.
-  if (!/^[!-~]+$/.test(token)) return say(at("ask-wrong"), "A token has no spaces and no letters beyond ASCII.");
+  const wrong = wrongWith(token);
+  if (wrong) return say(at("ask-wrong"), wrong);
   field.value = "";
   feed.use(token);
 });

@@ -40,6 +40,18 @@ def test_every_operation_is_described(web: httpx.Client) -> None:
     assert "HTTPValidationError" not in web.get("/openapi.json").text
 
 
+def test_every_field_is_described(web: httpx.Client) -> None:
+    """Of all that is sent and answered."""
+    schemas = web.get("/openapi.json").json()["components"]["schemas"]
+    fields = {
+        f"{name}.{field}": bool(said.get("description"))
+        for name, schema in schemas.items()
+        for field, said in schema.get("properties", {}).items()
+    }
+    assert 170 <= len(fields)
+    assert [] == [field for field, described in fields.items() if not described]
+
+
 READING, SENDING = {"401", "403", "422", "429"}, {"400", "401", "403", "408", "413", "422", "429", "503"}
 DOCUMENTED = {
     ("put", "/v1/instances/{instance_id}"): SENDING,

@@ -114,11 +114,13 @@ AUTH = [
     ("/nowhere", None, 401),
     ("/healthz", None, 200),
     ("/readyz", None, 200),
+    ("/docs", None, 200),
+    ("/ui/swagger/swagger-ui.css", None, 200),
 ]
 
 
 @pytest.mark.parametrize(("path", "shown", "status"), AUTH)
-def test_a_token_guards_everything_but_health(path: str, shown: str | None, status: int) -> None:
+def test_a_token_guards_everything_but_health_and_files(path: str, shown: str | None, status: int) -> None:
     """Even what does not exist is told only to those who show the token."""
     app = create_app(PlannerSettings(token="right"))  # type: ignore[arg-type]
     response = web_of(app).get(path, headers={} if shown is None else {"Authorization": shown})

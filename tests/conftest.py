@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ hypothesis.settings.register_profile("rfork", deadline=None)
 hypothesis.settings.load_profile("rfork")
 
 StartRfork = Callable[..., RforkProcess]
+JOIN_S = 5.0
+"""For threads that were told to end, each."""
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +36,19 @@ def _interrupts_are_heard() -> None:
     """A shell that runs the tests in the background has them, and all they start, ignore SIGINT."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_seed_left_behind() -> Iterator[None]:
+    """What a module started in this process is gone with it: the next one counts threads and descriptors."""
+    before = set(threading.enumerate())
+    yield
+    left = [
+        thread for thread in threading.enumerate() if thread.name.startswith("rfork") and thread not in before
+    ]
+    for thread in left:
+        thread.join(JOIN_S)
+    assert [] == [thread.name for thread in left if thread.is_alive()]
 
 
 @pytest.fixture(scope="session")

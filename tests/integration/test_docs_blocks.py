@@ -113,12 +113,13 @@ def test_python_of_the_readme(tiny_model: Path, capsys: pytest.CaptureFixture[st
             assert seed.wait_acknowledged(10)
             names: dict[str, object] = {"module": module, "serve": served.append}
             exec(compile(script, "README.md", "exec"), names)
-    model = names["model"]
+    model, forked = names["model"], names["report"]
     assert isinstance(model, torch.nn.Module)
-    report = rfork.report_of(model)
-    assert report is not None
-    if report.seed is not None:
-        report.seed.close()
+    assert isinstance(forked, rfork.ForkReport)
+    for report in (rfork.report_of(model), forked):
+        assert report is not None
+        if report.seed is not None:
+            report.seed.close()
     assert (True, [module]) == (torch.equal(given.weight, module.weight), served)
     assert capsys.readouterr().out.startswith("forked ")
 

@@ -123,6 +123,18 @@ def _violations(page: Page) -> list[str]:
     return [f"{each['id']}: {each['nodes'][0]['html']}" for each in found if each["impact"] in SERIOUS]
 
 
+def _give_token(page: Page) -> None:
+    """A wrong one, of which the page says so; then ``secret``."""
+    token, wrong = page.locator("#token"), page.locator("#ask-wrong")
+    expect(token).to_be_focused()
+    assert [] == _violations(page)
+    token.fill("guess")
+    page.keyboard.press("Enter")
+    expect(wrong).to_have_text("The planner does not know this token.")
+    token.fill("secret")
+    page.keyboard.press("Enter")
+
+
 def test_an_empty_fleet_says_how_to_begin(page: Page, planner: str) -> None:
     """Nobody is there: the page says so, and names the commands with this planner's URL in them."""
     _open(page, planner)
@@ -325,14 +337,7 @@ def test_a_token_is_asked_for_once(page: Page) -> None:
     with running(_settings(token="secret")) as url, FleetPlayer(url, token="secret") as fleet:
         fleet.seed(identity("s"), "a1-n1")
         page.goto(f"{url}/ui")
-        token, wrong = page.locator("#token"), page.locator("#ask-wrong")
-        expect(token).to_be_focused()
-        assert [] == _violations(page)
-        token.fill("guess")
-        page.keyboard.press("Enter")
-        expect(wrong).to_have_text("The planner does not know this token.")
-        token.fill("secret")
-        page.keyboard.press("Enter")
+        _give_token(page)
         expect(page.locator("#link-words")).to_have_text("live")
         expect(page.locator("#ask")).to_be_hidden()
         expect(page.locator("#racks")).to_contain_text("a1-n1")
@@ -349,14 +354,7 @@ def test_the_api_is_shown_and_tried(page: Page) -> None:
     page.on("request", lambda request: asked.append(request.url))
     with running(_settings(token="secret")) as url:
         page.goto(f"{url}/docs")
-        token, wrong = page.locator("#token"), page.locator("#ask-wrong")
-        expect(token).to_be_focused()
-        assert [] == _violations(page)
-        token.fill("guess")
-        page.keyboard.press("Enter")
-        expect(wrong).to_have_text("The planner does not know this token.")
-        token.fill("secret")
-        page.keyboard.press("Enter")
+        _give_token(page)
         models = page.locator(".opblock").filter(has=page.locator("[data-path='/v1/models']"))
         models.locator(".opblock-summary").click()
         models.get_by_role("button", name="Try it out").click()

@@ -1,11 +1,12 @@
 // The REST API to read and to try, by Swagger UI, which draws the planner's own OpenAPI document.
 
 import { at, say } from "./dom.js";
-import { session, wrongWith } from "./token.js";
+import { onToken, session, whyRefused } from "./token.js";
+
+let token = session("get");
 
 /** @returns {Record<string, string>} */
 function shown() {
-  const token = session("get");
   return token ? { Authorization: `Bearer ${token}` } : {};
 }
 
@@ -36,21 +37,15 @@ async function show() {
 
 /** @param {number} status */
 function ask(status) {
-  const before = session("get");
+  say(at("ask-wrong"), whyRefused(status, token));
+  token = "";
   session("remove");
-  say(at("ask-wrong"), !before ? "" : status === 403 ? "This token may not look: it needs the role reader." : "The planner does not know this token.");
   at("ask-form").hidden = false;
   at("token").focus();
 }
 
-at("ask-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const field = /** @type {HTMLInputElement} */ (at("token"));
-  const token = field.value.trim();
-  const wrong = wrongWith(token);
-  if (wrong) return say(at("ask-wrong"), wrong);
-  field.value = "";
-  session("set", token);
+onToken((given) => {
+  token = given;
   show();
 });
 

@@ -1,7 +1,7 @@
 // The stream from the planner: opened, read, watched, and opened again. By fetch and not by EventSource,
 // which cannot send a token but in its URL, where logs would keep it.
 
-import { session } from "./token.js";
+import { session, whyRefused } from "./token.js";
 
 /** Without a word for so long, the stream is taken for dead: the planner sends a comment every 5 s. */
 const SILENCE_MS = 16_000;
@@ -54,7 +54,6 @@ export class Feed {
   /** Use this token from now on. @param {string} token */
   use(token) {
     this.shown = token;
-    session("set", token);
     this.wake?.();
   }
 
@@ -106,7 +105,7 @@ export class Feed {
 
   /** @param {number} status @returns {string} */
   refused(status) {
-    const why = !this.shown ? "" : status === 403 ? "This token may not look: it needs the role reader." : "The planner does not know this token.";
+    const why = whyRefused(status, this.shown);
     session("remove");
     this.shown = "";
     this.linked({ state: "token", why });

@@ -11,7 +11,7 @@ import { showHeadline, showModels, showScaleups, showTroubles } from "./headline
 import { showPlaces } from "./places.js";
 import { showEndings, showSources } from "./tables.js";
 import { showTimes } from "./times.js";
-import { wrongWith } from "./token.js";
+import { onToken } from "./token.js";
 import { TreeGrid } from "./treegrid.js";
 import { troublesOf } from "./troubles.js";
 import { STATES, about, many, rank, short } from "./words.js";
@@ -165,15 +165,7 @@ function hint(text, x, y) {
 }
 
 at("ask").addEventListener("cancel", (event) => event.preventDefault());
-at("ask-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const field = /** @type {HTMLInputElement} */ (at("token"));
-  const token = field.value.trim();
-  const wrong = wrongWith(token);
-  if (wrong) return say(at("ask-wrong"), wrong);
-  field.value = "";
-  feed.use(token);
-});
+onToken((token) => feed.use(token));
 filter.addEventListener("input", ask);
 addEventListener("keydown", (event) => {
   const typing = /** @type {HTMLElement} */ (event.target).matches("input, select, textarea");

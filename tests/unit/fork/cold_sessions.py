@@ -6,38 +6,17 @@ from collections.abc import Sequence
 from copy import copy
 from functools import partial
 
-import torch
 from torch import nn
 
 from rfork.fields import StorageKind
 from rfork.fork.fallback import Fallback
 from rfork.fork.report import ForkReport
-from rfork.fork.session import ForkSession
-from rfork.image.chunks import MIB
-from rfork.seed.seed import Identity
-from rfork.transport.memory import MemoryTransport
 from rfork.wire import Plan, StorageRead
 from tests.unit.fork.fleet import Fleet, Script, plan, settings
 from tests.unit.fork.planner import FakePlanner
+from tests.unit.fork.sessions import ALL, session
 
-CHUNKS = 5
 NOBODY = plan(reason="nobody holds it")
-ALL = (0, CHUNKS)
-
-
-class Model(nn.Module):
-    """Four chunks of weights and a table that the model computes for itself."""
-
-    def __init__(self, value: float, *, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        weight = (torch.arange(MIB * 1.0) + value).to(dtype)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.register_buffer("table", torch.arange(8.0), persistent=False)
-
-
-def load_twos(module: nn.Module) -> None:
-    with torch.no_grad():
-        module.get_parameter("weight").fill_(2.0)
 
 
 def elected(kind: StorageKind, uri: str = "") -> Plan:
@@ -48,16 +27,7 @@ def forked(
     fleet: Fleet, module: nn.Module, planner: FakePlanner, ways: Sequence[Fallback], **changed: str | float
 ) -> ForkReport:
     chosen = settings().model_copy(update=changed)
-    report = ForkSession(
-        module,
-        Identity("model", instance_id="target"),
-        chosen,
-        [MemoryTransport(fleet.network)],
-        planner=planner.client(),
-        dial=fleet.peers.dial,
-        fallbacks=ways,
-        serve_peer=fleet.peers.service,
-    ).run()
+    report = session(fleet, module, planner, *ways, chosen=chosen).run()
     assert report.seed is not None
     report.seed.close()
     return report

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from tests.unit.fork.cold_sessions import Model
 from tests.unit.fork.fleet import Fleet, working_threads
+from tests.unit.fork.sessions import Model
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,7 +11,6 @@ from rfork.fork.fallback import Fallback
 from rfork.fork.keeper import name_of
 from rfork.fork.report import ForkReport
 from rfork.fork.resume import Resume
-from rfork.fork.session import ForkSession
 from rfork.image.capture import capture
 from rfork.image.chunks import MIB
 from rfork.image.memory import Image
@@ -19,10 +18,10 @@ from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
 from rfork.storage.claim import claim
 from rfork.storage.spool import Spool
-from rfork.transport.memory import Faults, MemoryTransport
-from rfork.wire import Plan
-from tests.unit.fork.fleet import Fleet, Script, Target, plan, route, settings
+from rfork.transport.memory import Faults
+from tests.unit.fork.fleet import Fleet, Target, plan, route, settings
 from tests.unit.fork.planner import FakePlanner
+from tests.unit.fork.sessions import planning, session
 
 CHUNKS = 6
 ALL = (0, CHUNKS)
@@ -60,24 +59,11 @@ def left(folder: Path, held: Image, chunks: Sequence[int]) -> Path:
     return spool.path
 
 
-def planning(*answers: Callable[[], Plan]) -> FakePlanner:
-    return FakePlanner(Script(answers))
-
-
 def forked(
     fleet: Fleet, module: torch.nn.Module, planner: FakePlanner, chosen: Settings, *ways: Fallback
 ) -> ForkReport:
     """The report of one fork, its giving side closed."""
-    report = ForkSession(
-        module,
-        IDENTITY,
-        chosen,
-        [MemoryTransport(fleet.network)],
-        planner=planner.client(),
-        dial=fleet.peers.dial,
-        fallbacks=ways,
-        serve_peer=fleet.peers.service,
-    ).run()
+    report = session(fleet, module, planner, *ways, chosen=chosen, identity=IDENTITY).run()
     if report.seed is not None:
         report.seed.close()
     return report

@@ -11,28 +11,15 @@ import torch
 from torch import nn
 
 from rfork.fork import asking
-from rfork.fork.fallback import Fallback
 from rfork.fork.report import ForkReport
-from rfork.fork.session import ForkSession
 from rfork.image.capture import capture
-from rfork.image.chunks import MIB
-from rfork.seed.seed import Identity
 from rfork.settings import Settings
-from rfork.transport.memory import MemoryTransport
 from rfork.wire import Plan
 from tests.unit.fork.fleet import Fleet, Script, plan, route, settings
 from tests.unit.fork.planner import FakePlanner, problem
+from tests.unit.fork.sessions import ALL, TWOS, Model, session
 
-ALL = (0, 4)
 Answer = httpx.RequestError | httpx.Response
-
-
-class Model(nn.Module):
-    """Four chunks."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((MIB,), value), requires_grad=False)
 
 
 class Planner(FakePlanner):
@@ -82,16 +69,7 @@ def short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forked(fleet: Fleet, planner: FakePlanner, chosen: Settings | None = None) -> ForkReport:
     """What came of a fork that could load twos by itself."""
-    report = ForkSession(
-        Model(1.0),
-        Identity("model", instance_id="target"),
-        chosen or settings(),
-        [MemoryTransport(fleet.network)],
-        planner=planner.client(),
-        dial=fleet.peers.dial,
-        fallbacks=[Fallback("twos", load_twos)],
-        serve_peer=fleet.peers.service,
-    ).run()
+    report = session(fleet, Model(1.0), planner, TWOS, chosen=chosen).run()
     assert report.seed is not None
     report.seed.close()
     return report

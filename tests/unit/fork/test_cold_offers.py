@@ -15,8 +15,9 @@ from rfork.image.capture import capture
 from rfork.image.memory import Image
 from rfork.storage.snapshots.writer import write_snapshot
 from rfork.wire import Rank, StorageOffer
-from tests.unit.fork.cold_sessions import ALL, NOBODY, Model, elected, forked, load_twos, offers, planning
+from tests.unit.fork.cold_sessions import NOBODY, elected, forked, offers, planning
 from tests.unit.fork.fleet import NEVER_S, Fleet, plan, route
+from tests.unit.fork.sessions import ALL, Model, load_twos
 
 
 def test_what_is_offered(fleet: Fleet, checkpoint: Path, tmp_path: Path) -> None:

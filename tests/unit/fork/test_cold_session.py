@@ -15,7 +15,6 @@ from rfork.errors import NothingLeft, SourceStalled
 from rfork.fork.asking import COMPARE_S
 from rfork.fork.fallback import checkpoint_fallback, loader_fallback, snapshot_fallback
 from rfork.fork.report import ForkReport
-from rfork.fork.session import ForkSession
 from rfork.image.capture import capture
 from rfork.image.chunks import MIB
 from rfork.image.manifest import Manifest
@@ -24,11 +23,12 @@ from rfork.peer.memory import MemoryPeer, MemoryService
 from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
 from rfork.storage.snapshots.writer import write_snapshot
-from rfork.transport.memory import Faults, MemoryTransport
+from rfork.transport.memory import Faults
 from rfork.wire import Plan
-from tests.unit.fork.cold_sessions import ALL, CHUNKS, NOBODY, Model, elected, forked, load_twos, planning
-from tests.unit.fork.fleet import NEVER_S, Fleet, Script, plan, route, settings
+from tests.unit.fork.cold_sessions import NOBODY, elected, forked, planning
+from tests.unit.fork.fleet import NEVER_S, Fleet, Script, plan, route
 from tests.unit.fork.planner import FakePlanner
+from tests.unit.fork.sessions import ALL, CHUNKS, Model, load_twos, session
 
 
 def test_the_elected_reads_its_checkpoint(fleet: Fleet, checkpoint: Path) -> None:
@@ -194,19 +194,17 @@ def test_who_waits_for_a_loader_that_ends_without_a_seed_asks_at_once(fleet: Fle
         return fleet.peers.service(host, chosen)
 
     leader = planning(elected("loader"))
-    session = ForkSession(
+    leading = session(
+        fleet,
         Model(1.0),
-        Identity("model", instance_id="leader"),
-        settings(),
-        [MemoryTransport(fleet.network)],
-        planner=leader.client(),
-        dial=fleet.peers.dial,
-        fallbacks=[loader_fallback(rebind)],
+        leader,
+        loader_fallback(rebind),
+        identity=Identity("model", instance_id="leader"),
         serve_peer=serve,
     )
     ended_before: list[bool] = []
     reports: list[ForkReport] = []
-    running = threading.Thread(target=lambda: reports.append(session.run()))
+    running = threading.Thread(target=lambda: reports.append(leading.run()))
     running.start()
     started.wait(NEVER_S)
 

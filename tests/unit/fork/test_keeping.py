@@ -32,9 +32,9 @@ from tests.unit.fork.resuming import (
     from_seed,
     left,
     load_zeros,
-    planning,
     with_folder,
 )
+from tests.unit.fork.sessions import planning
 
 
 def kept(folder: Path, held: Image) -> list[int]:

@@ -32,10 +32,10 @@ from tests.unit.fork.resuming import (
     from_seed,
     left,
     load_zeros,
-    planning,
     resume,
     with_folder,
 )
+from tests.unit.fork.sessions import planning
 
 
 def test_a_file_that_hangs_is_left(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import httpx
 import pytest
@@ -11,64 +11,14 @@ from torch import nn
 
 from rfork.errors import NothingLeft, PlannerUnreachable, UnsupportedTensor
 from rfork.fork.fallback import Fallback, engine_fallback
-from rfork.fork.session import ForkSession
 from rfork.image.board import ChunkBoard
 from rfork.image.capture import capture
 from rfork.image.chunks import MIB
-from rfork.seed.seed import Identity
-from rfork.settings import Settings
-from rfork.transport.memory import Faults, MemoryTransport
+from rfork.transport.memory import Faults
 from rfork.wire import ForkProgress, Plan, Share
-from tests.unit.fork.fleet import Fleet, Script, plan, route, settings, working_threads
+from tests.unit.fork.fleet import Fleet, Script, plan, route, working_threads
 from tests.unit.fork.planner import FakePlanner, problem
-
-
-class Model(nn.Module):
-    """Four chunks of weights and a table that the model computes for itself."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(MIB * 1.0) + value, requires_grad=False)
-        self.register_buffer("table", torch.arange(8.0), persistent=False)
-
-
-CHUNKS = 5
-ALL = (0, CHUNKS)
-
-
-def load_twos(module: nn.Module) -> None:
-    with torch.no_grad():
-        module.get_parameter("weight").fill_(2.0)
-
-
-TWOS = Fallback("twos", load_twos)
-
-
-def session(
-    fleet: Fleet,
-    module: nn.Module,
-    planner: FakePlanner | None,
-    *ways: Fallback,
-    chosen: Settings | None = None,
-    on_progress: Callable[[ForkProgress, int], None] | None = None,
-    exclude: Sequence[str] = (),
-) -> ForkSession:
-    return ForkSession(
-        module,
-        Identity("model", instance_id="target"),
-        chosen or settings(),
-        [MemoryTransport(fleet.network)],
-        planner=planner.client() if planner is not None else None,
-        dial=fleet.peers.dial,
-        fallbacks=ways,
-        on_progress=on_progress,
-        exclude=exclude,
-        serve_peer=fleet.peers.service,
-    )
-
-
-def planning(*answers: Callable[[], Plan]) -> FakePlanner:
-    return FakePlanner(Script(answers))
+from tests.unit.fork.sessions import ALL, CHUNKS, TWOS, Model, planning, session
 
 
 def raising(error: BaseException) -> Plan:

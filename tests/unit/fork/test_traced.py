@@ -8,28 +8,17 @@ from rfork.errors import NothingLeft
 from rfork.fork.fallback import Fallback
 from rfork.fork.session import ForkSession
 from rfork.image.capture import capture
-from rfork.seed.seed import Identity
 from rfork.tracing import TraceContext
-from rfork.transport.memory import Faults, MemoryTransport
-from tests.unit.fork.fleet import FORK_ID, Fleet, plan, route, settings
+from rfork.transport.memory import Faults
+from tests.unit.fork.fleet import FORK_ID, Fleet, plan, route
 from tests.unit.fork.planner import FakePlanner
-from tests.unit.fork.test_session import ALL, TWOS, Model, planning
+from tests.unit.fork.sessions import ALL, TWOS, Model, planning, session
 from tests.unit.tracing.spans import Kept
 
 
 def traced(fleet: Fleet, planner: FakePlanner, kept: Kept, *ways: Fallback) -> ForkSession:
     """A fork whose spans are kept."""
-    return ForkSession(
-        Model(1.0),
-        Identity("model", instance_id="target"),
-        settings(),
-        [MemoryTransport(fleet.network)],
-        planner=planner.client(),
-        dial=fleet.peers.dial,
-        fallbacks=ways,
-        serve_peer=fleet.peers.service,
-        tracer=kept.tracer,
-    )
+    return session(fleet, Model(1.0), planner, *ways, tracer=kept.tracer)
 
 
 def test_the_spans_of_a_fork(fleet: Fleet) -> None:

@@ -51,6 +51,8 @@ class Entry:
 
     number: int
     body: Body
+    at: float = 0.0
+    """The furthest that any replica's clock had come by then; 0: that is told in another way."""
 
 
 @dataclass(frozen=True)

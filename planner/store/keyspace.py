@@ -4,7 +4,8 @@
 
     meta        epoch, count of changes, the furthest that a replica's clock has come, `floor`; of the
                 stream, at which change its newer half begins and the bytes of that half
-    changes     stream of the last changes; the id of the n-th is n-0, so that a gap shows
+    changes     stream of the last changes, each with the shared time; the id of the n-th is n-0, so that
+                a gap shows
     instances   `ID PART` -> JSON text (planner.store.codec)
     forks       the same
     versions    group -> number of the last change of its forks; those of empty groups are forgotten, and
@@ -47,7 +48,7 @@ from planner.store.scripts import COMMIT, OPEN
 from rfork.errors import SettingsError
 from rfork.settings import host_port
 
-FORMAT: Final = 5
+FORMAT: Final = 6
 """Of keys and records: planners of different formats do not see one another."""
 KEYS: Final = ("meta", "changes", "instances", "forks", "versions", "ended", "scaleups")
 KEEP_CHANGES: Final = 20_000
@@ -175,7 +176,8 @@ def _address(url: str) -> str:
 
 
 def _entry(name: bytes, fields: dict[bytes, bytes]) -> Entry:
-    return Entry(int(name.partition(b"-")[0]), BODY.validate_json(fields[b"body"]))
+    body, at = BODY.validate_json(fields[b"body"]), float(fields[b"at"])
+    return Entry(int(name.partition(b"-")[0]), body, at)
 
 
 def _records(codec: Codec[Record], table: Mapping[bytes, bytes]) -> dict[str, Record]:

@@ -66,6 +66,8 @@ class Mirror:
         except ValueError as error:
             first_line = str(error).partition("\n")[0]
             raise Behind(f"change {entry.number} does not fit what is known: {first_line}") from None
+        # The clock first: what comes here after the change must not seem to have come before it.
+        self._ahead += max(0.0, entry.at - self.now())
         self.state.apply(instances, forks, body.gone, scaleups, body.withdrawn)
         if body.group:
             self._versions[group_from(body.group)] = entry.number

@@ -32,6 +32,7 @@ since = tonumber(since)
 
 local known = redis.call('HMGET', meta, 'epoch', 'number', 'at', 'floor', 'half', 'half_bytes')
 if known[1] ~= epoch then return false end
+if tonumber(at) < tonumber(known[3]) then at = known[3] end
 local number = tonumber(known[2])
 local floor = tonumber(known[4] or '0')
 local half, bytes = tonumber(known[5] or '1'), tonumber(known[6] or '0')
@@ -73,7 +74,7 @@ local function tell(text)
         redis.call('XTRIM', changes, 'MINID', '=', half .. '-0')
         half, bytes = number, #text
     end
-    redis.call('XADD', changes, 'MAXLEN', '~', keep_changes, number .. '-0', 'body', text)
+    redis.call('XADD', changes, 'MAXLEN', '~', keep_changes, number .. '-0', 'body', text, 'at', at)
 end
 
 local function commit(text)
@@ -115,7 +116,6 @@ if many > 0 then
     local oldest = redis.call('ZPOPMIN', ended, many)
     for index = 1, #oldest, 2 do forget(forks, fork_parts, oldest[index]) end
 end
-if tonumber(at) < tonumber(known[3]) then at = known[3] end
 redis.call('HSET', meta, 'at', at, 'floor', floor, 'half', half, 'half_bytes', bytes)
 for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, keep_ms) end
 return {missed, verdicts, at}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,7 @@ from tests.integration.redis_store.stores import (
     until,
 )
 from tests.processes import RedisServer
-from tests.unit.planner.records import GROUP, fork, instance
+from tests.unit.planner.records import GROUP, fork, instance, scaleup
 
 
 async def test_two_replicas_see_what_the_other_does(make: MakeStore) -> None:
@@ -36,6 +37,19 @@ async def test_two_replicas_see_what_the_other_does(make: MakeStore) -> None:
     assert [expected] * 2 == [
         (store.state.instances(), store.state.forks(), store.version(GROUP)) for store in (one, other)
     ]
+
+
+async def test_a_replica_knows_by_a_change_how_late_it_is(make: MakeStore) -> None:
+    """It loaded what is old by now, and commits nothing: who comes to it now came after the change."""
+    ahead_s = 0.0
+    one, other = make(clock=Clock(monotonic=lambda: time.monotonic() + ahead_s)), make()
+    await one.start()
+    await other.start()
+    ahead_s = 5.0
+    announced = replace(scaleup("up", 4), first_at=one.now())
+    await one.commit(Change(scaleups=(announced,)))
+    await until(lambda: other.state.scaleup("up") is not None)
+    assert announced.first_at <= other.now()
 
 
 async def test_what_one_commits_it_sees_at_once(make: MakeStore) -> None:

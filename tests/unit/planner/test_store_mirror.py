@@ -176,6 +176,15 @@ def test_the_clock_goes_on_with_the_furthest_replica(mirror: Mirror, time: FakeT
     assert [UNIX, UNIX + 2, UNIX + 2, UNIX + 2.5, UNIX + 2.5] == told
 
 
+def test_what_comes_here_after_a_change_does_not_seem_to_have_come_before_it(mirror: Mirror) -> None:
+    """A change brings the time of the replica that made it, however far that is ahead."""
+    mirror.apply(Entry(1, new(instance("a")), at=UNIX + 9))
+    told = [mirror.now()]
+    mirror.apply(Entry(2, new(instance("b")), at=UNIX + 5))
+    told.append(mirror.now())
+    assert [UNIX + 9] * 2 == told
+
+
 def test_the_clock_stands_still_while_nothing_is_heard(mirror: Mirror, time: FakeTime) -> None:
     """A replica that was paused calls nobody silent, and goes on from where it stood."""
     mirror.apply(Entry(1, new(replace(instance("a"), seen_at=mirror.now(), forget_s=10.0))))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import typer
 
 from rfork import __version__
@@ -21,7 +23,7 @@ from rfork.cli import (
     snapshot,
     status,
 )
-from rfork.cli.console import forgiving_streams, out, print_json, reported
+from rfork.cli.console import forgiving_streams, leave, out, print_json, reported
 from rfork.cli.demo import command as demo
 from rfork.cli.explain import command as explain
 from rfork.cli.options import JsonOption
@@ -69,4 +71,10 @@ def version(as_json: JsonOption = False) -> None:
 def main() -> None:
     """Entry point of the `rfork` script."""
     forgiving_streams()
-    app()
+    try:
+        app()
+    except SystemExit as ended:
+        # A command that did all it had to has none in the middle of anything.
+        if isinstance(ended.code, int) and ended.code and any(each.daemon for each in threading.enumerate()):
+            leave(ended.code)
+        raise

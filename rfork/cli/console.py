@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -10,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from typing import Final, TextIO, cast
+from typing import Final, NoReturn, TextIO, cast
 
 import typer
 from rich.console import Console, ConsoleRenderable
@@ -152,6 +153,19 @@ def show(what: ConsoleRenderable) -> None:
     needed = Measurement.get(out, out.options.update(max_width=WIDEST), what).maximum
     console = Output(file=cast(TextIO, out.file), width=max(1, needed), highlight=False, no_color=True)
     console.print(what)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process now, though threads are in the middle of something: after what is to be done at exit.
+
+    Python would end daemon threads where they next ask for its lock. In one that comes back from torch that
+    unwinds through C++, which aborts the process (exit code 134, and no word that helps).
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def wait_for_signal() -> None:

@@ -93,3 +93,35 @@ def test_a_bug_is_one_line(rfork: Rfork, monkeypatch: pytest.MonkeyPatch, fleet:
         done.code,
         done.err.splitlines()[0],
     )
+
+
+IN_TORCH = """
+import atexit, sys, threading
+import torch
+from rfork.cli import app
+
+given, working = torch.zeros(1 << 26, dtype=torch.uint8), threading.Barrier(3)
+
+def work():
+    taken = given.clone()
+    working.wait()
+    while True:
+        taken.copy_(given)
+
+def command():
+    for _ in range(2):
+        threading.Thread(target=work, daemon=True).start()
+    working.wait()
+    print("unflushed", end="")
+    raise SystemExit(130)
+
+atexit.register(lambda: print(", at exit", end=""))
+app.app = command
+app.main()
+"""
+
+
+def test_a_command_that_is_interrupted_ends_as_it_says() -> None:
+    """Also with threads that are in torch at that moment; what is to be done at exit is done."""
+    done = subprocess.run([sys.executable, "-c", IN_TORCH], capture_output=True, text=True, check=False)
+    assert (130, "unflushed, at exit", "") == (done.returncode, done.stdout, done.stderr)

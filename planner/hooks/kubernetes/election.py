@@ -69,6 +69,7 @@ class Election:
         self._every_s = lease_s * EVERY
         self._clock = clock
         self._until: float | None = None
+        self._asked = False
         self._version = ""
         self._holder: str | None = None
         self._failures: dict[str, str] = {}
@@ -92,7 +93,11 @@ class Election:
         servers that are away, refusals and conflicts are logged, once for each cause, and never raised.
         """
         while True:
-            await self._acquire()
+            try:
+                await self._acquire()
+            except asyncio.CancelledError:
+                await self._give_up()
+                raise
             self._log.info("leads", identity=self.identity)
             task, lost = asyncio.create_task(work(), name="rfork-leader"), False
             try:
@@ -153,7 +158,7 @@ class Election:
 
         Raises Conflict.
         """
-        begun = self._clock()
+        begun, self._asked, self._version = self._clock(), True, version
         asked = self._cluster.write_lease(self._name, self._namespace, self.identity, self._lease_s, version)
         lease = await self._in_time("write", asked)
         if lease is None:
@@ -170,10 +175,16 @@ class Election:
         return lease
 
     async def _give_up(self) -> None:
-        """Let others take the Lease at once."""
-        asked = self._cluster.write_lease(self._name, self._namespace, None, self._lease_s, self._version)
-        with contextlib.suppress(Conflict):
-            await self._in_time("write", asked)
+        """Let others take the Lease at once, also where the last write was done and its answer never came."""
+        while self._asked:
+            self._asked = False
+            asked = self._cluster.write_lease(self._name, self._namespace, None, self._lease_s, self._version)
+            try:
+                await self._in_time("write", asked)
+            except Conflict:
+                seen = await self._look()
+                if seen is not None and seen.holder == self.identity:
+                    self._asked, self._version = True, seen.version
 
     async def _in_time(self, what: str, call: Awaitable[Answer]) -> Answer | None:
         """What a call answers, if it does soon enough; None, and one log line for each cause, otherwise."""

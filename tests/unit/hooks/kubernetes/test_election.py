@@ -181,6 +181,31 @@ def test_an_orderly_stop_gives_the_lease_up() -> None:
     assert played.shelf.lease.holder is None
 
 
+@pytest.mark.parametrize("after_s", [0.015, 0.025, 3.005, 3.015, 3.025])
+def test_a_stop_while_a_write_is_not_answered_gives_the_lease_up(after_s: float) -> None:
+    """Whether it was to take the Lease or to renew it, and whether the API server has done it already."""
+
+    async def story(candidates: Candidates) -> None:
+        candidates.start("a")
+        await asyncio.sleep(after_s)
+        await candidates.stop("a")
+        assert candidates.shelf.lease.holder is None
+
+    assert 1 <= play(story).shelf.writes
+
+
+def test_a_stop_of_who_never_asked_writes_nothing() -> None:
+    """A candidate that waits leaves the holder's Lease alone when it is stopped."""
+
+    async def story(candidates: Candidates) -> None:
+        candidates.shelf.lease = LeaseSeen("other", "1", LEASE_S, "1")
+        candidates.start("b")
+        await asyncio.sleep(4)
+
+    played = play(story)
+    assert (0, "other") == (played.shelf.writes, played.shelf.lease.holder)
+
+
 def test_a_holder_that_died_is_replaced() -> None:
     """Who looks at a Lease that nobody renews takes it, after the holder's duration and not before."""
 

@@ -346,6 +346,11 @@ def test_a_token_is_asked_for_once(page: Page) -> None:
         assert f"{url}/ui/" == page.url
         assert "secret" == page.evaluate("sessionStorage.getItem('rfork-token')")
         assert 0 == page.evaluate("localStorage.length")
+        page.get_by_role("link", name="metrics").click()
+        metrics = page.locator(".opblock.is-open").filter(has=page.locator("[data-path='/metrics']"))
+        metrics.get_by_role("button", name="Try it out").click()
+        metrics.get_by_role("button", name="Execute").click()
+        expect(metrics.locator(".live-responses-table")).to_contain_text("rfork_")
 
 
 def test_the_api_is_shown_and_tried(page: Page) -> None:

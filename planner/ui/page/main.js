@@ -144,7 +144,10 @@ function showLink() {
   const words = `The planner is gone: ${why}. ${fleet.known ? `What you see is ${about((Date.now() - since) / 1000)} old. ` : ""}`;
   say(gone, state === "gone" ? `${words}${again > Date.now() + 500 ? `Trying again in ${about((again - Date.now()) / 1000)}.` : "Trying again …"}` : "");
   gone.hidden = state !== "gone";
-  if (state === "live") /** @type {HTMLDialogElement} */ (at("ask")).close();
+  if (state !== "live") return;
+  /** @type {HTMLDialogElement} */ (at("ask")).close();
+  // A link shows no token: that page does.
+  set(at("metrics"), "href", feed.shown ? "../docs#/health/exposition_metrics_get" : "../metrics");
 }
 
 /** @param {string} why */

@@ -27,8 +27,8 @@ test: lint programs ## lint, and every test that takes less than a minute
 	$(PYTEST) -m "not slow and not gpu and not engines and not kube" $(ABREAST) $(COVERED) $(TESTS)
 
 .PHONY: test-all
-test-all: lint programs ## every test that this machine has the hardware and the engines for
-	$(PYTEST) $(ABREAST) $(COVERED) $(TESTS)
+test-all: lint programs ## every test that this machine has the hardware and the engines for; properties with new examples
+	$(PYTEST) --hypothesis-profile explore $(ABREAST) $(COVERED) $(TESTS)
 
 .PHONY: test-engines
 test-engines: venv ## forks between real vLLM and SGLang servers, on the CPU (set up once: 7 GB, some minutes)

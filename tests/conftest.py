@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +13,13 @@ import hypothesis
 import pytest
 
 from tests.models import make_tiny_llama
+from tests.ports import free_port
 from tests.processes import RforkProcess
 
-# How long an example takes is the machine's business: tests assert nothing about time.
-hypothesis.settings.register_profile("rfork", deadline=None)
+# How long an example takes is the machine's business: tests assert nothing about time. Each run has the same
+# examples, so that what fails is what was changed; `make test-all` looks for others.
+hypothesis.settings.register_profile("explore", deadline=None)
+hypothesis.settings.register_profile("rfork", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("rfork")
 
 StartRfork = Callable[..., RforkProcess]
@@ -29,6 +32,12 @@ def _no_rfork_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests see rfork's defaults, whatever the developer's shell exports."""
     for name in [name for name in os.environ if name.startswith("RFORK_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _same_chances(request: pytest.FixtureRequest) -> None:
+    """What the product leaves to chance in this process (jitter) comes out alike in each run of a test."""
+    random.seed(request.node.nodeid)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -59,12 +68,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def free_port() -> int:
+@pytest.fixture(name="free_port")
+def _free_port() -> int:
     """A TCP port of the loopback interface that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture

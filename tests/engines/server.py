@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -23,6 +21,7 @@ import httpx
 import pytest
 
 from tests.engines.family import family
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 # Read once, before any fixture hides RFORK_* from the tests.
@@ -35,7 +34,6 @@ READY_S = 300.0
 ANSWER_S = 120.0
 STOP_S = 20.0
 LOOK_S = 0.1
-PORTS = (20000, 32000)
 
 Body = dict[str, str | int | bool | dict[str, int | bool]]
 """A JSON object that an engine's REST interface takes."""
@@ -58,18 +56,6 @@ def engine_python(engine: str) -> Path:
     if not python.is_file():
         pytest.skip(f"NO {engine.upper()} AT {python}: forks of it are NOT tested; run `make test-engines`")
     return python
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on, nor will soon.
-
-    Below those that the system gives to outgoing connections: a server binds it many seconds later.
-    """
-    while True:
-        port = random.randrange(*PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def wait_until(condition: Callable[[], bool], *, deadline_s: float, what: str) -> None:

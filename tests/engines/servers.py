@@ -22,7 +22,6 @@ from tests.engines.server import Completion as Completion
 from tests.engines.server import EngineServer as EngineServer
 from tests.engines.server import ServerDied as ServerDied
 from tests.engines.server import engine_python as engine_python
-from tests.engines.server import free_port as free_port
 from tests.engines.server import wait_until as wait_until
 
 

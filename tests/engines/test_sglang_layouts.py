@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from tests.engines.server import ROOT, engine_python, free_port
+from tests.engines.server import ROOT, engine_python
+from tests.ports import free_port
 
 # What tells of a checkpoint of the hub, beside what transformers writes.
 HUB = {

@@ -10,7 +10,8 @@ from tests.conftest import StartRfork
 from tests.engines.conftest import TinyFolder
 from tests.engines.models import copy_without_weights
 from tests.engines.planner import PlannerProcess
-from tests.engines.servers import SglangServer, free_port, wait_until
+from tests.engines.servers import SglangServer, wait_until
+from tests.ports import free_port
 
 PROMPTS = ("The capital of France is", "A seed gives chunks,", "fork() copies a process;")
 TCP = {"MOONCAKE_PROTOCOL": "tcp", "RFORK_UNGUARDED_TCP": "1"}

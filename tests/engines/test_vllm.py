@@ -30,8 +30,9 @@ from tests.engines.promises import (
     wait_serving,
     weights_ids,
 )
-from tests.engines.server import READY_S, free_port, wait_until
+from tests.engines.server import READY_S, wait_until
 from tests.engines.servers import VllmServer
+from tests.ports import free_port
 
 FORMAT = ("--load-format", "rfork")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from rfork.errors import NothingLeft
 from rfork.settings import Settings
 from rfork.wire import Rank
 from tests.conftest import StartRfork
+from tests.ports import free_port
 from tests.processes import RforkProcess
 
 EXAMPLE = "deploy.examples.pytorch.tensor_parallel"
@@ -47,9 +47,7 @@ def replica(planner: str) -> Iterator[StartReplica]:
     started: list[RforkProcess] = []
 
     def start(*arguments: str) -> list[RforkProcess]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         ranks = [
             RforkProcess(
                 ["--planner", planner, *arguments],

@@ -24,7 +24,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import ssl
 import subprocess
 import time
@@ -40,6 +39,8 @@ import trustme
 import yaml
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
+
+from tests.ports import free_ports
 
 ASSETS_VARIABLE: Final = "KUBEBUILDER_ASSETS"
 WHERE: Final = (
@@ -161,7 +162,7 @@ class ControlPlane:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.version = _version(binaries.api_server)
-        self._etcd_port, peer_port, self._port, self._manager_port = _free_ports(4)
+        self._etcd_port, peer_port, self._port, self._manager_port = free_ports(4)
         self.url = f"https://127.0.0.1:{self._port}"
         self.ca = folder / "ca.crt"
         self.audit = folder / "audit.log"
@@ -334,15 +335,6 @@ def _version(api_server: Path) -> tuple[int, int]:
     if match is None:
         raise RuntimeError(f"{api_server} --version said {said!r}")
     return int(match[1]), int(match[2])
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nothing listens on, all different."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def die_with_parent() -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.kube.chart import CHART, environment, helm_run, pod_specs, rendered
 from tests.kube.control_plane import ControlPlane
+from tests.ports import free_ports
 
 Component = Literal["planner", "webhook", "controller", "scaler"]
 READY_S: Final = 60.0
@@ -183,12 +183,3 @@ def installed(
         made.stop()
         made.helm("uninstall")
         admin.delete(Namespace, made.namespace)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nothing listens on, all different."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]

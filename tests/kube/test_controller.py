@@ -20,8 +20,9 @@ from lightkube.resources.core_v1 import Event, Pod
 from planner.hooks.kubernetes import names
 from rfork.wire import ForkFinish, ForkRequest, InstanceReport
 from tests.kube.control_plane import ControlPlane
-from tests.kube.installation import Installation, free_ports, installed
+from tests.kube.installation import Installation, installed
 from tests.kube.test_kubelet import until
+from tests.ports import free_ports
 from tests.unit.hooks.kubernetes.fake_fleet import IMAGE_BYTES, instance, instance_id
 
 GRACE_S: Final = 2

@@ -27,8 +27,9 @@ from lightkube.resources.core_v1 import Pod, Secret
 
 from planner.hooks.kubernetes import authority, names
 from tests.kube.control_plane import ControlPlane
-from tests.kube.installation import Installation, free_ports, installed
+from tests.kube.installation import Installation, installed
 from tests.kube.test_kubelet import until
+from tests.ports import free_ports
 
 LOOK: Final = {"RFORK_HOOK_LOOK_S": "0.2"}
 MESHED: Final = {"mesh": "yes"}

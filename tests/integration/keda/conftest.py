@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from planner.service import running
 from rfork.settings import PlannerSettings
 from tests.integration.keda.calling import HOSTS, OPERATOR, READER, Engines, Planner, Scaler, scaling
+from tests.ports import free_port
 from tests.unit.hooks.keda.fakes import MODEL
 
 
@@ -52,16 +52,14 @@ def engines() -> Iterator[Engines]:
 def planner(tmp_path: Path) -> Iterator[Planner]:
     """A planner that nobody has reported to; the scaler may look, and no more."""
     (tmp_path / "tokens").write_text(f"operator {OPERATOR}\nreader {READER}\n")
-    with running(PlannerSettings(port=0, heartbeat_s=60, tokens=tmp_path / "tokens")) as url:
+    with running(PlannerSettings(port=0, heartbeat_s=60, forget_s=600, tokens=tmp_path / "tokens")) as url:
         yield Planner(url)
 
 
 @pytest.fixture
 def scaler_port() -> int:
     """Another port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ def demand_of(lots: Random, fleet: Group, name: str) -> Demand:
 
 
 @given(seeds, st.integers(0, 10), st.integers(1, 40))
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400)
 def test_every_decision_keeps_every_promise(lots: Random, members: int, number: int) -> None:
     """Whatever the fleet and whoever asks: see `audit` for what is promised."""
     fleet = fleet_of(lots, MEMBERS[:members])
@@ -150,7 +150,7 @@ def test_every_decision_keeps_every_promise(lots: Random, members: int, number: 
 
 
 @given(seeds, st.integers(0, 10))
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_a_decision_made_alone_keeps_every_promise(lots: Random, members: int) -> None:
     """One demand at a time is what most requests are."""
     fleet = fleet_of(lots, MEMBERS[:members])
@@ -172,7 +172,7 @@ def blank(lots: Random, name: str) -> Source:
 
 
 @given(seeds, st.integers(1, 5), st.integers(1, 40))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_nobody_is_left_without_a_source_while_a_seed_has_places(
     lots: Random, givers: int, number: int
 ) -> None:
@@ -195,7 +195,7 @@ def test_nobody_is_left_without_a_source_while_a_seed_has_places(
 
 
 @given(seeds, st.integers(2, 40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_cold_group_reads_storage_once(lots: Random, number: int) -> None:
     """Nobody holds anything: each byte is read from storage once, and all get all."""
     demands = [Demand(f"fork-t{index:02}", blank(lots, f"t{index:02}")) for index in range(number)]
@@ -210,7 +210,7 @@ def test_a_cold_group_reads_storage_once(lots: Random, number: int) -> None:
 
 
 @given(seeds, st.integers(0, 10), st.integers(1, 40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_order_of_the_demands_does_not_matter(lots: Random, members: int, number: int) -> None:
     """The same demands in another order give the same decisions, and so do the same ones again."""
     fleet = fleet_of(lots, MEMBERS[:members])
@@ -221,7 +221,7 @@ def test_the_order_of_the_demands_does_not_matter(lots: Random, members: int, nu
 
 
 @given(seeds, st.integers(0, 10), st.integers(1, 10))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_is_not_assigned_is_asked_for_again_or_explained(lots: Lots, members: int, number: int) -> None:
     """A decision that leaves chunks out says that asking again may help, or why nobody gives any."""
     fleet = fleet_of(lots, MEMBERS[:members])

@@ -130,7 +130,7 @@ def test_when_the_load_goes_so_does_the_limit() -> None:
     assert pytest.approx(2.5e9) == rate
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     base=st.floats(0.001, 0.3),
     full=st.floats(1e7, 1e12),

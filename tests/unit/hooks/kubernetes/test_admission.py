@@ -298,7 +298,7 @@ async def test_a_binding_tells_the_pod_of_its_node(
         assert (expected, subject["target"]) == (after["metadata"]["annotations"], after["target"])
 
 
-@trying(deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@trying(suppress_health_check=[HealthCheck.filter_too_much])
 @given(labelled_pods(), SETTINGS)
 async def test_the_patch_leads_to_the_pod_that_is_meant(subject: Document, settings: HookSettings) -> None:
     """By the rules of RFC 6902, as another implementation of them has it."""
@@ -310,7 +310,6 @@ async def test_the_patch_leads_to_the_pod_that_is_meant(subject: Document, setti
     assert expected == patched(subject, await Webhook(settings).asked("/mutate", subject))
 
 
-@trying(deadline=None)
 @given(damaged_pods() | labelled_pods() | ANY_JSON, ANY_JSON)
 async def test_whatever_is_reviewed_is_allowed(subject: object, other: object) -> None:
     """Any object and any request with a uid: status 200, allowed, and a patch that applies."""

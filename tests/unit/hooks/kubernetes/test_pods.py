@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as trying
 from pydantic import TypeAdapter
 
 from planner.hooks.kubernetes import names
@@ -279,7 +278,6 @@ def test_who_does_not_ask_gets_nothing(document: object) -> None:
     assert (False, None) == (asks(document), wanted(document))
 
 
-@trying(deadline=None)
 @given(damaged_pods() | labelled_pods() | ANY_JSON)
 def test_whatever_the_pod_is_nothing_is_raised(document: object) -> None:
     """There is an answer, and a reason is one line that can be shown."""

@@ -297,7 +297,8 @@ def _free_ports(address: str, *, here: bool) -> dict[str, int]:
     """A port for each listener; of an address that is not `here`, none can be tried."""
     names = [name + end for name in LISTENERS for end in ("", ".grpc")]
     ports: dict[str, int] = {}
-    for port in random.sample(PORTS, len(PORTS)):
+    # Not by the process's own generator: two runs of the tests seed theirs alike, and would meet.
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         if len(ports) == len(names):
             break
         if not here or _is_free(address, port):

@@ -18,12 +18,16 @@ from tests.processes import RforkProcess
 
 # How long an example takes is the machine's business: tests assert nothing about time. Each run has the same
 # examples, so that what fails is what was changed; `make test-all` looks for others.
-hypothesis.settings.register_profile("explore", deadline=None)
-hypothesis.settings.register_profile("rfork", deadline=None, derandomize=True)
+UNHURRIED = hypothesis.settings(
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],  # of making an example
+)
+hypothesis.settings.register_profile("explore", UNHURRIED)
+hypothesis.settings.register_profile("rfork", UNHURRIED, derandomize=True)
 hypothesis.settings.load_profile("rfork")
 
 StartRfork = Callable[..., RforkProcess]
-JOIN_S = 5.0
+JOIN_S = 30.0
 """For threads that were told to end, each."""
 
 

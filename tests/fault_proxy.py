@@ -90,7 +90,7 @@ class FaultProxy:
             self._requests.append(line)
 
     def sent(self, count: int) -> None:
-        """For a connection: bytes went to the client."""
+        """For a connection: bytes are going to the client."""
         with self._lock:
             self._bytes_sent += count
 
@@ -235,8 +235,8 @@ class _Link:
         return True
 
     def _send(self, data: bytes) -> None:
+        self._proxy.sent(len(data))  # first, so that what the client has is counted
         self._client.sendall(data)
-        self._proxy.sent(len(data))
 
     @staticmethod
     def _end(connected: socket.socket) -> None:

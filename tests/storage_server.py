@@ -158,7 +158,7 @@ class StorageServer:
             self.lock.notify_all()
 
     def sent(self, count: int) -> None:
-        """For the handler: bytes of a body went out."""
+        """For the handler: bytes of a body are going out."""
         with self.lock:
             self._bytes_sent += count
 
@@ -294,8 +294,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, body: memoryview) -> None:
         for begin in range(0, len(body), PIECE):
             piece = body[begin : begin + PIECE]
+            self.server.storage.sent(len(piece))  # first, so that what a client has is counted
             self.wfile.write(piece)
-            self.server.storage.sent(len(piece))
 
     def _break_off(self, fault: Stall | Reset | Truncate) -> None:
         if isinstance(fault, Stall):

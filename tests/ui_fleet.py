@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Final, Self
@@ -44,6 +45,8 @@ class FleetPlayer:
         self._planner = PlannerClient(url, token=token)
         self._http = httpx.Client(base_url=url, headers=headers, trust_env=False)
         self.reports: dict[str, InstanceReport] = {}
+        self._told: dict[str, ForkProgress] = {}
+        self._telling = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -134,19 +137,25 @@ class FleetPlayer:
         got = report.image_bytes * chunks // CHUNKS
         same = {name: float(part) for name, part in _sources(plan, int(rate)).items()}
         self.reports[instance_id] = report.model_copy(update={"verified": ((0, chunks),) if chunks else ()})
-        self._planner.progress(
-            f"fork-{instance_id}",
-            ForkProgress(
-                verified=((0, chunks),) if chunks else (),
-                bytes_read=got,
-                bytes_per_s=rate,
-                sources=_sources(plan, got),
-                source_bytes_per_s=same if rates is None else rates,
-                transports={route.source_id: "http" for route in plan.routes},
-                link_bytes_per_s=max(rate, 1.2 * GB),
-                phases={"capture": 0.1, "offer": 0.05, "plan": 0.1, "transfer": seconds},
-            ),
+        told = ForkProgress(
+            verified=((0, chunks),) if chunks else (),
+            bytes_read=got,
+            bytes_per_s=rate,
+            sources=_sources(plan, got),
+            source_bytes_per_s=same if rates is None else rates,
+            transports={route.source_id: "http" for route in plan.routes},
+            link_bytes_per_s=max(rate, 1.2 * GB),
+            phases={"capture": 0.1, "offer": 0.05, "plan": 0.1, "transfer": seconds},
         )
+        with self._telling:
+            self._planner.progress(f"fork-{instance_id}", told)
+            self._told[instance_id] = told
+
+    def progress_again(self) -> None:
+        """Each fork under way tells what it told last; on any thread."""
+        with self._telling:
+            for instance_id, told in self._told.items():
+                self._planner.progress(f"fork-{instance_id}", told)
 
     def end(self, instance_id: str, plan: Plan, seconds: float, **changes: object) -> None:
         """Its fork ends: whole, unless the `changes` say otherwise; who is whole serves from then on."""
@@ -165,7 +174,9 @@ class FleetPlayer:
             "phases": phases,
         }
         finish = ForkFinish.model_validate(values | changes)
-        self._planner.finish(f"fork-{instance_id}", finish)
+        with self._telling:
+            self._told.pop(instance_id, None)
+            self._planner.finish(f"fork-{instance_id}", finish)
         if outcome in ("forked", "fallback"):
             weights = _digest("weights", report.model)
             self.report(

@@ -42,8 +42,9 @@ class HooksBeside:
         """Tell them to stop; does not wait."""
         with self._lock:
             self._stopped = True
-            if self._stop is not None:
-                self._stop()
+            stop, self._stop = self._stop, None  # a second cancellation would break off what the first began
+            if stop is not None:
+                stop()
 
     def __enter__(self) -> Self:
         return self
@@ -66,7 +67,8 @@ class HooksBeside:
         with self._lock:
             if self._stopped:
                 hooks.cancel()
-            self._stop = lambda: _cancel(loop, hooks)
+            else:
+                self._stop = lambda: _cancel(loop, hooks)
         try:
             with contextlib.suppress(asyncio.CancelledError):
                 await hooks

@@ -35,7 +35,10 @@ def staged(folder: Path) -> Iterator[Path]:
     folder.mkdir(mode=OWN, parents=True, exist_ok=True)
     for _ in range(ATTEMPTS):
         made = Path(tempfile.mkdtemp(prefix=STAGING, suffix=SUFFIX, dir=folder))
-        lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:  # swept before it was opened
+            continue
         try:
             with contextlib.suppress(OSError):  # no locks on this file system
                 fcntl.flock(lock, fcntl.LOCK_EX)

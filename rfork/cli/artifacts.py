@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, err, out, print_json, reported
+from rfork.cli.console import configure_logs, err, out, print_json, reported, stopped_by_signal
 from rfork.cli.options import BindOption, EgressOption, HostOption, JsonOption, PlannerOption
 from rfork.cli.progress import Bar, sources_note
 from rfork.settings import ArtifactSettings, Settings
@@ -205,7 +203,7 @@ def seed(
 
         if chosen.planner is None:
             err.print("[yellow]warning:[/] no planner is set, so nobody will find them (set RFORK_PLANNER)")
-        stopped = _stopped_by_signal()
+        stopped = stopped_by_signal()
         with ArtifactGiver(model, key_of_here(engine), chosen, told) as giver:
             while not stopped.is_set():
                 if giver.refresh():
@@ -251,16 +249,3 @@ def _tell_given(giver: ArtifactGiver, settings: Settings, *, as_json: bool) -> N
 def _left_out(counts: dict[str, int]) -> str:
     told = ", ".join(f"{count} {why}" for why, count in counts.items())
     return f"; left out: {told}" if told else ""
-
-
-def _stopped_by_signal() -> threading.Event:
-    """Set by SIGINT or SIGTERM; the second one ends the process at once."""
-    stopped = threading.Event()
-
-    def stop(number: int, frame: object) -> None:
-        stopped.set()
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
-    return stopped

@@ -168,8 +168,11 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def wait_for_signal() -> None:
-    """Block until SIGINT or SIGTERM; the second one while closing ends the process at once."""
+def stopped_by_signal() -> threading.Event:
+    """Set by SIGINT or SIGTERM from now on; the second one ends the process at once.
+
+    To be called before anybody is told that the command is ready: whoever was told may end it.
+    """
     stopped = threading.Event()
 
     def stop(number: int, frame: object) -> None:
@@ -178,6 +181,11 @@ def wait_for_signal() -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+    return stopped
+
+
+def wait_until(stopped: threading.Event) -> None:
+    """Block until it is set."""
     # An untimed wait would keep Python from running the handler on some platforms.
     while not stopped.wait(3600):
         pass

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, out, print_json, reported, wait_for_signal
+from rfork.cli.console import configure_logs, out, print_json, reported, stopped_by_signal, wait_until
 from rfork.cli.loading import counted
 from rfork.cli.options import (
     BindOption,
@@ -117,6 +117,7 @@ def pull(
                 began = time.monotonic()
                 result["generated"] = _answer(module, folder, generate)
                 result["generate_seconds"] = round(time.monotonic() - began, 3)
+            stopped = stopped_by_signal() if stay else None
             if as_json:
                 print_json(result)
             else:
@@ -125,8 +126,8 @@ def pull(
                     out.print(f"sha256 of all tensors: {result['sha256']}")
                 if generate is not None:
                     out.print(f"> {generate}\n{result['generated']}", markup=False)
-            if stay:
-                wait_for_signal()
+            if stopped is not None:
+                wait_until(stopped)
         finally:
             if report.seed is not None:
                 report.seed.close(chosen.drain_s)

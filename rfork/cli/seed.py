@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, err, out, print_json, reported, wait_for_signal
+from rfork.cli.console import (
+    configure_logs,
+    err,
+    out,
+    print_json,
+    reported,
+    stopped_by_signal,
+    wait_until,
+)
 from rfork.cli.loading import loading
 from rfork.cli.options import (
     BindOption,
@@ -43,7 +51,7 @@ def seed(
         with engine.seed(module, model=model_name(folder, name), settings=chosen) as giving:
             if chosen.planner is not None and not giving.wait_acknowledged(chosen.planner_timeout_s):
                 err.print(f"[yellow]warning:[/] {chosen.planner} does not answer yet; trying on")
-            report = giving.report()
+            report, stopped = giving.report(), stopped_by_signal()
             if as_json:
                 print_json({"event": "ready", **report.model_dump(mode="json")})
             else:
@@ -52,5 +60,5 @@ def seed(
                     f"seed ready: {report.model} ({size}) at {report.address} "
                     f"over {', '.join(report.transports)}; instance {report.instance_id[:8]}"
                 )
-            wait_for_signal()
+            wait_until(stopped)
             err.print("closing: readers may finish")

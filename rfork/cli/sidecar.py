@@ -7,7 +7,15 @@ from typing import Annotated
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, err, out, print_json, reported, wait_for_signal
+from rfork.cli.console import (
+    configure_logs,
+    err,
+    out,
+    print_json,
+    reported,
+    stopped_by_signal,
+    wait_until,
+)
 from rfork.cli.options import BindOption, HostOption, JsonOption, PlannerOption
 from rfork.settings import Settings, SidecarSettings
 
@@ -54,6 +62,7 @@ def sidecar(
         from rfork.engines.stock_sglang.sidecar import Sidecar
 
         with Sidecar(chosen, own) as running:
+            stopped = stopped_by_signal()
             if as_json:
                 ready = {
                     "clients": running.client_address,
@@ -64,5 +73,5 @@ def sidecar(
             else:
                 clients, seeds = running.client_address or "none", running.seed_address or "none"
                 out.print(f"sidecar ready: clients ask at {clients}, other sidecars at {seeds}", markup=False)
-            wait_for_signal()
+            wait_until(stopped)
             err.print("closing: readers may finish")

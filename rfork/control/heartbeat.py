@@ -38,9 +38,11 @@ class Heartbeat:
         report: Callable[[], InstanceReport],
         on_ack: Callable[[InstanceAck], None],
         *,
+        instance_id: str | None = None,
         retry_s: float = FIRST_RETRY_S,
         least_gap_s: float = LEAST_GAP_S,
     ) -> None:
+        """`instance_id`: of whom the planner may know before the first report, as a fork's own request."""
         self._client = client
         self._report = report
         self._on_ack = on_ack
@@ -54,7 +56,7 @@ class Heartbeat:
         self._changed = threading.Condition()
         self._begun = self._heard = 0  # reports, by number: the last that was made, and that got through
         self._failures = 0
-        self._instance_id: str | None = None
+        self._instance_id = instance_id
         self._log = logger("rfork.heartbeat")
         self._thread = threading.Thread(target=self._run, name="rfork-heartbeat", daemon=True)
 
@@ -98,7 +100,7 @@ class Heartbeat:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
-        if not (first and remove and self._instance_id):
+        if not (first and remove and self._instance_id and self._thread.ident is not None):
             return
         try:
             self._client.remove(self._instance_id)

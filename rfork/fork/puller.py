@@ -173,8 +173,10 @@ class Puller:
         lonely_since: float | None = None
         retry_at = 0.0
         while True:
+            with self._changed:
+                retired = self._sources.take_retired()
             # Outside the lock: closing a reader waits until nothing more of it can land.
-            for feed in self._sources.take_retired():
+            for feed in retired:
                 feed.close()
             with self._changed:
                 if self._schedule.complete and self._digests.seal():

@@ -57,7 +57,8 @@ class Whole:
         log.info("loading for all that wait", storage=name)
         with self._changed:
             self._sources.retire_all()
-        for feed in self._sources.take_retired():
+            retired = self._sources.take_retired()
+        for feed in retired:
             feed.close()
         with self._changed:
             while self._schedule.in_flight:

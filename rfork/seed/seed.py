@@ -57,7 +57,11 @@ class Seed(Answering):
         self._serve_peer = serve_peer
         self._peer: PeerService | None = None
         self._planner = planner
-        self._heartbeat = Heartbeat(planner, self.report, self._on_ack) if planner is not None else None
+        self._heartbeat = (
+            Heartbeat(planner, self.report, self._on_ack, instance_id=identity.instance_id)
+            if planner is not None
+            else None
+        )
 
     # -- life -----------------------------------------------------------------------------------
 

@@ -69,6 +69,7 @@ class MemoryExporter(Plain):
         self.gate = gate
         self.faults = faults
         self.given = 0
+        self._promised = 0
         self._network = network
         self._copies = 0
         self._name = network.add(self)
@@ -117,9 +118,13 @@ class MemoryExporter(Plain):
                 self._network.changed.notify_all()
 
     def stalls(self, nbytes: int) -> bool:
-        """Whether the next `nbytes` are not to come."""
-        limit = self.faults.stalls_after
-        return limit is not None and self.given + nbytes > limit
+        """Whether the next `nbytes` are not to come; else they count, before another reader is asked."""
+        with self._network.changed:
+            limit = self.faults.stalls_after
+            if limit is not None and self._promised + nbytes > limit:
+                return True
+            self._promised += nbytes
+            return False
 
 
 class MemoryReader:

@@ -29,6 +29,12 @@ PLAIN = {
     "RFORK_STORAGE_TIMEOUT_S": "60",
 }
 """One request after the other, and each once where nothing fails: they can be counted."""
+IMPATIENT = """
+from rfork.storage.web import blob
+attempts = blob.Attempts
+blob.Attempts = lambda least, least_s, *rest: attempts(least, 0.0, *rest)
+"""
+"""What a process runs at its start that gives a server up after its attempts, however soon they failed."""
 
 
 @pytest.fixture
@@ -105,14 +111,18 @@ def test_an_object_that_is_replaced_in_mid_read(
     assert (image_sha256(image), True) == (report["sha256"], "StorageChanged" in told(report))
 
 
-def test_a_server_that_dies_in_mid_read(cold: Group, image: Image, server: StorageServer) -> None:
+def test_a_server_that_dies_in_mid_read(
+    cold: Group, image: Image, server: StorageServer, tmp_path: Path
+) -> None:
     """What was verified is kept: another, whose server lives, reads the rest, and nothing is read twice."""
     size = image.layout.image_bytes
     with StorageServer({name: stored_in(server, name) for name in (NAME, f"{NAME}.manifest.json")}) as other:
         server.script.then(*[None] * BEFORE, Stall())
         server.script.always(Reset(None))
-        # That long a dead server is waited for, and the other reader takes less to start.
-        brief = {**PLAIN, "RFORK_STORAGE_TIMEOUT_S": "20"}
+        # The stall is waited out for as long as the other reader takes to start, the dead server is not.
+        (tmp_path / "impatient").mkdir()
+        (tmp_path / "impatient" / "sitecustomize.py").write_text(IMPATIENT)
+        brief = {**PLAIN, "PYTHONPATH": str(tmp_path / "impatient")}
         unlucky = cold.pull(environment={"RFORK_SNAPSHOT": server.url(NAME), **brief})
         server.script.await_stall()
         lucky = cold.pull(environment={"RFORK_SNAPSHOT": other.url(NAME), **PLAIN})

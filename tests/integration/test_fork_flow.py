@@ -268,13 +268,15 @@ def test_a_planner_lost_in_mid_fork(
     fleet: Fleet, rfork_process: StartRfork, expected_sha256: str, back: bool
 ) -> None:
     """Killed, with or without another in its place: the fork finishes, and reads nothing twice."""
-    fleet.seed(rate=SLOW)
-    process = fleet.pull()
+    seed = fleet.seed(rate=SLOW)
+    process = fleet.pull(environment={"RFORK_STALL_S": "60"})
     in_mid_fork(process)
     fleet.planner.signal(signal.SIGKILL)
     fleet.planner.wait()
     if back:
+        seed.signal(signal.SIGSTOP)  # the fork is not over before the next one is up
         rfork_process("planner", "--port", fleet.url.rpartition(":")[2], "--json", until=READY)
+        seed.signal(signal.SIGCONT)
     report = result(process)
     assert ("forked", expected_sha256, 0) == (
         report["outcome"],

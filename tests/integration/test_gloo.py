@@ -17,7 +17,7 @@ from rfork.peer.lines import converse
 from rfork.peer.memory import joined
 from rfork.settings import Settings
 from rfork.transport.base import Endpoint, Exporter, Line, Reader
-from rfork.transport.collective import GlooTransport
+from rfork.transport.collective import GlooTransport, gathering
 from rfork.transport.collective.exporter import CollectiveExporter
 from tests.integration.gloo_processes import ours, until
 from tests.transport_contract import CONTRACT, MIXED, TOKEN, FakeGate, Pair, content, image_of, soon
@@ -130,8 +130,14 @@ def exporter_of(pair: GlooPair) -> CollectiveExporter:
     return pair.exporter
 
 
-def test_readers_of_one_host_share_what_they_all_want(pair: GlooPair) -> None:
+def test_readers_of_one_host_share_what_they_all_want(
+    pair: GlooPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two that read the same at the same time get it by broadcast, and both get it right."""
+    # However late this machine lets the second begin.
+    monkeypatch.setattr(gathering, "MOST_MEMBERS", 2)
+    monkeypatch.setattr(gathering, "GATHER_S", 30.0)
+    monkeypatch.setattr(gathering, "LINGER_S", 30.0)
     sizes = (40 * MIB, 3, 1000, 24 * MIB)
     pair.exporter.close()
     pair.source = image_of(sizes, seed=1)

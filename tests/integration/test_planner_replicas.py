@@ -40,7 +40,9 @@ def replicas(redis_server: RedisServer, rfork_process: StartRfork) -> Iterator[t
     environment = {
         "RFORK_PLANNER_STORE": redis_server.url,
         "RFORK_PLANNER_SECRET": "s" * 32,
-        "RFORK_PLANNER_STORE_TIMEOUT_S": "1",
+        "RFORK_PLANNER_STORE_TIMEOUT_S": "20",
+        "RFORK_PLANNER_FORGET_S": "600",  # nobody sends heartbeats here
+        "RFORK_PLANNER_LEASE_TTL_S": "600",
         "RFORK_PLANNER_BATCH_S": "0",  # each request is planned by itself: as many meet as can
     }
     processes = [rfork_process("planner", "--port", "0", environment=environment) for _ in range(2)]
@@ -149,6 +151,7 @@ def test_redis_may_die_and_come_back(replicas: tuple[Replica, Replica], redis_se
         second.planner.progress("fork-t", PROGRESS)
     second.planner.report(whole("s"))
     second.planner.report(report("t", (0, 6)))
+    until(lambda: len(first.planner.instances()) == 2)
     again = first.planner.ask(ask("t", (0, 6)))
     assert ({"s"}, "unknown-fork", [("s", ((6, CHUNKS),))]) == (
         leases, refused.value.problem, [(route.source_id, route.chunks) for route in again.routes],

@@ -32,8 +32,8 @@ PROGRESS = ForkProgress(verified=((0, 6),), bytes_read=6 << 20, bytes_per_s=1.0)
 
 
 def settings(**options: str | int | float) -> PlannerSettings:
-    """Any free port of the loopback interface."""
-    return PlannerSettings(**{"port": 0, **options})  # type: ignore[arg-type]
+    """Any free port of the loopback interface; nobody sends heartbeats here, and processes start slowly."""
+    return PlannerSettings(**{"port": 0, "forget_s": 600, "lease_ttl_s": 600, **options})  # type: ignore[arg-type]
 
 
 def test_a_chain_of_three_from_registration_to_finish() -> None:

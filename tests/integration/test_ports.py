@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -14,24 +13,21 @@ from rfork.image.capture import image_of
 from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
 from rfork.transport.http import HttpTransport
+from tests.ports import free_port
 
 RANKS = 3
 
 
 @pytest.fixture
-def first() -> Iterator[int]:
-    """A port with some free ones after it; nobody else is given it meanwhile."""
+def first() -> int:
+    """A port with some free ones after it."""
     while True:
-        with ExitStack() as held, socket.socket() as lead:
-            lead.bind(("127.0.0.1", 0))
-            port = int(lead.getsockname()[1])
-            try:
-                for offset in range(1, 2 * RANKS):
-                    held.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
-            except OSError:
-                continue
-        yield port
-        return
+        port = free_port()
+        with ExitStack() as held, suppress(OSError):
+            for offset in range(2 * RANKS):
+                held.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
+            break
+    return port
 
 
 def seed_of(settings: Settings) -> Seed:

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -22,6 +23,7 @@ from rfork.image.memory import Image
 from rfork.image.proof import image_sha256
 from rfork.seed.seed import Identity
 from rfork.storage.claim import claim
+from rfork.storage.spool import PAGE, RECORD
 from tests.conftest import StartRfork
 from tests.processes import RforkProcess
 
@@ -61,8 +63,20 @@ class Fleet:
         """Start a target, and kill it once it has verified so many chunks of eight, but not all."""
         process = self.pull()
         process.wait_for(rf"fork tiny: [{chunks}-7]\.\d+ MB of")
+        give_up = time.monotonic() + 30
+        # What is kept comes later than what is verified: as late as this machine has no time for it.
+        while self.recorded() < chunks - 1 and time.monotonic() < give_up:
+            time.sleep(0.01)
         process.signal(signal.SIGKILL)
         process.wait()
+
+    def recorded(self) -> int:
+        """The chunks that the one spool in the folder has records of, while a target writes it."""
+        (path,) = self.folder.iterdir()
+        with path.open("rb") as file:
+            file.seek(PAGE)
+            records = file.read(PAGE)
+        return sum(any(records[at : at + RECORD.size]) for at in range(0, len(records), RECORD.size))
 
     def kept(self, image: Image) -> list[int]:
         """The chunks that the next target finds, with the bytes of this image."""

@@ -84,7 +84,7 @@ def test_one_connection_serves_reads_in_turn(server: StorageServer) -> None:
 
 def test_sixteen_threads_share_the_streams_of_the_settings(server: StorageServer) -> None:
     """Threads that read at once get their own bytes, over no more connections than the settings allow."""
-    with pooled(server, streams=4) as (blob, _), ThreadPoolExecutor(16) as threads:
+    with pooled(server, streams=4, hedge=0) as (blob, _), ThreadPoolExecutor(16) as threads:
         begins = [at * 7919 for at in range(200)]
         read = list(threads.map(lambda begin: part(blob, begin, 60_000), begins))
     assert [DATA[begin : begin + 60_000] for begin in begins] == read
@@ -183,6 +183,21 @@ def test_a_connection_in_the_making_can_be_ended() -> None:
             client.close()
 
 
+def test_a_connection_that_is_ended_as_it_begins_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux says of a socket that was shut down before that it is connected."""
+    leg = Leg()
+    connect = socket.socket.connect
+
+    def late(connecting: socket.socket, address: tuple[str, int]) -> None:
+        leg.end()
+        connect(connecting, address)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        monkeypatch.setattr(socket.socket, "connect", late)
+        with pytest.raises(Ended):
+            dial(Origin(False, "127.0.0.1", listening.getsockname()[1]), None, GUARD_S, leg)
+
+
 def test_a_connection_that_cannot_be_used_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where TLS cannot even begin, the server sees the connection end."""
 
@@ -205,9 +220,17 @@ def seasoned(blob: RangedBlob) -> None:
         part(blob, 0, 300_000)
 
 
-def test_a_slow_answer_is_asked_for_a_second_time(server: StorageServer) -> None:
+def test_a_slow_answer_is_asked_for_a_second_time(
+    server: StorageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An answer that stalls is overtaken by a second request for what is missing, long before its timeout."""
     with pooled(server) as (blob, pool):
+        begin = pool.hedges.begin
+
+        def once_it_stalls(lacking: int) -> bool:
+            return lacking <= len(DATA) - 1_000_000 and begin(lacking)
+
+        monkeypatch.setattr(pool.hedges, "begin", once_it_stalls)
         seasoned(blob)
         server.script.then(Stall(after=1_000_000))
         target = bytearray(len(DATA))

@@ -39,7 +39,8 @@ class Trickle:
     """A server of one connection at a time: sends `begin` at once, and then byte after byte of `rest`."""
 
     def __init__(self, begin: bytes, rest: bytes) -> None:
-        self.asked: list[str] = []
+        self._asked: list[str] = []
+        self._heard = threading.Condition()
         self._begin = begin
         self._rest = rest
         self._ended = threading.Event()
@@ -50,6 +51,12 @@ class Trickle:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._listening.getsockname()[1]}/{NAME}"
+
+    def asked(self, count: int) -> list[str]:
+        """The ranges asked for, once they are so many: those who left are heard after whom it answers."""
+        with self._heard:
+            self._heard.wait_for(lambda: len(self._asked) >= count, GUARD_S)
+            return list(self._asked)
 
     def close(self) -> None:
         self._ended.set()
@@ -69,7 +76,9 @@ class Trickle:
     def _answer(self, connected: socket.socket) -> None:
         try:
             head = connected.recv(4096).decode()
-            self.asked += [line for line in head.split("\r\n") if line.startswith("Range")]
+            with self._heard:
+                self._asked += [line for line in head.split("\r\n") if line.startswith("Range")]
+                self._heard.notify_all()
             connected.sendall(self._begin)
             for byte in self._rest:
                 if self._ended.wait(0.1):
@@ -103,7 +112,7 @@ def test_a_server_that_trickles_is_given_up(begin: bytes, rest: bytes) -> None:
 
         with pytest.raises(StorageError, match="gave up on its first byte after 2 attempts: "):
             threads.submit(read).result(GUARD_S)
-        assert ["Range: bytes=0-999"] * 2 == server.asked
+        assert ["Range: bytes=0-999"] * 2 == server.asked(2)
 
 
 def test_connections_that_were_forgotten_cost_one_timeout() -> None:

@@ -103,10 +103,15 @@ class Election:
             try:
                 lost = await self._keep(task)
             finally:
-                await _end(task)
-                self._until = None
-                if not lost:
-                    await self._give_up()
+                try:
+                    await _end(task)
+                except asyncio.CancelledError:
+                    lost = False  # or it may still be this one's by its name, and nobody would renew it
+                    raise
+                finally:
+                    self._until = None
+                    if not lost:
+                        await self._give_up()
             if not lost:
                 return await task
             if not task.cancelled() and (error := task.exception()) is not None:

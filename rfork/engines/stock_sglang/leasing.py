@@ -17,7 +17,7 @@ from rfork.control.client import PlannerClient
 from rfork.engines.stock_sglang.asking import Asking, FetchInfo, Granted
 from rfork.engines.stock_sglang.engine import WeightInfo
 from rfork.engines.stock_sglang.identity import WHOLE
-from rfork.errors import PlannerRefused, PlannerUnreachable
+from rfork.errors import PlannerRefused, PlannerUnreachable, SourceBusy
 from rfork.fields import Outcome
 from rfork.logs import logger
 from rfork.settings import Settings
@@ -29,9 +29,14 @@ LOOK_S: Final = 1.0
 """Seconds between two looks at what is held."""
 IDLE: Final = ForkProgress(verified=(), bytes_read=0, bytes_per_s=0.0)
 """What is told of a read that nobody can watch."""
+ENDED: Final = "the sidecar was ended"
 READ: Final = "read by a stock client, unverified: that its engine is healthy is all that is known"
 
 log = logger("rfork.sidecar.client")
+
+
+class _Unheard(Exception):
+    """A planner that does not know of the seed yet."""
 
 
 @dataclass
@@ -43,11 +48,20 @@ class Held:
     was_up: bool
     """Whether the engine was healthy already: then its health says nothing of this read."""
     renew_at: float
+    lapses_at: float
+    forgotten: bool = False
+    """Whether the planner has restarted since, and may not have heard of the seed yet."""
 
     @property
     def source_id(self) -> str:
         """The seed's instance_id."""
         return self.granted.route.source_id
+
+    def renewed(self, lease: Lease) -> None:
+        """The planner gave a new lease just now."""
+        now = time.monotonic()
+        self.renew_at, self.lapses_at = now + lease.expires_in_s / RENEWALS, now + lease.expires_in_s
+        self.forgotten = False
 
 
 class SeedDesk:
@@ -87,9 +101,15 @@ class SeedDesk:
             was_up = self._engine_up()
             granted = self._asking.granted(rank, before.source_id if before is not None else None)
             now = time.monotonic()
-            renew_at = now + granted.route.lease.expires_in_s / RENEWALS
+            held = Held(granted, now, was_up, now, now)
+            held.renewed(granted.route.lease)
             with self._changing:
-                self._held[rank] = Held(granted, now, was_up, renew_at)
+                stopped = self._stopping.is_set()
+                if not stopped:
+                    self._held[rank] = held
+            if stopped:  # which gave back all that was held by then
+                self._end(held, "interrupted", ENDED)
+                raise SourceBusy(ENDED)
         log.info(
             "stock client sent to a seed", rank=rank, source=granted.route.source_id,
             session=granted.info.session, image_bytes=granted.info.image_bytes, fork_id=granted.fork_id,
@@ -98,9 +118,10 @@ class SeedDesk:
 
     def look(self) -> None:
         """Renew what is held, and give back what is done with."""
-        now, up = time.monotonic(), self._engine_up()
         with self._changing:
             held = list(self._held.items())
+        # Only then: a lease that is younger than the answer would be given back by it.
+        now, up = time.monotonic(), self._engine_up()
         for rank, each in held:
             if up and not each.was_up:
                 self._give_back(rank, each, "forked", READ)
@@ -118,7 +139,7 @@ class SeedDesk:
         with self._changing:
             held = list(self._held.items())
         for rank, each in held:
-            self._give_back(rank, each, "interrupted", "the sidecar was ended")
+            self._give_back(rank, each, "interrupted", ENDED)
 
     def _run(self) -> None:
         while not self._stopping.wait(LOOK_S):
@@ -130,7 +151,7 @@ class SeedDesk:
     def _renew(self, rank: int, held: Held) -> None:
         try:
             lease = self._renewed(held)
-        except PlannerUnreachable as error:
+        except (PlannerUnreachable, _Unheard) as error:
             log.warning("lease not renewed", rank=rank, source=held.source_id, reason=str(error))
             return
         if lease is None:
@@ -138,26 +159,45 @@ class SeedDesk:
             log.error("A STOCK CLIENT MAY HOLD TORN WEIGHTS", rank=rank, source=held.source_id, reason=why)
             self._give_back(rank, held, "failed", why)
         else:
-            held.renew_at = time.monotonic() + lease.expires_in_s / RENEWALS
+            held.renewed(lease)
 
     def _renewed(self, held: Held) -> Lease | None:
-        """A new lease on the same seed; None where the planner gives none any more."""
+        """A new lease on the same seed; None where the planner gives none any more.
+
+        Raises PlannerUnreachable, or _Unheard: the lease that is held is good until it lapses.
+        """
         fork_id = held.granted.fork_id
-        try:
-            return self._planner.progress(fork_id, IDLE).leases.get(held.source_id)
-        except PlannerRefused as error:
-            if error.problem != "unknown-fork":
-                log.warning("lease refused", fork_id=fork_id, reason=str(error))
-                return None
+        if not held.forgotten:
+            try:
+                return self._planner.progress(fork_id, IDLE).leases.get(held.source_id)
+            except PlannerRefused as error:
+                if error.problem != "unknown-fork":
+                    log.warning("lease refused", fork_id=fork_id, reason=str(error))
+                    return None
+            held.forgotten = True
         # The planner has restarted: tell it who reads from whom.
+        heard = self._hears_of(held.source_id)  # first: one that reports in between is found later
         current = (Share(source_id=held.source_id, chunks=WHOLE),)
         request = ForkRequest(fork_id=fork_id, instance=held.granted.target, current=current)
         try:
             routes = self._planner.ask(request).routes
         except PlannerRefused as error:
             log.warning("lease refused", fork_id=fork_id, reason=str(error))
+            held.forgotten = False
             return None
-        return next((route.lease for route in routes if route.source_id == held.source_id), None)
+        meant = (held.source_id, held.granted.route.generation)
+        leases = [route.lease for route in routes if (route.source_id, route.generation) == meant]
+        if not leases and not heard and time.monotonic() < held.lapses_at:
+            raise _Unheard("the planner has restarted, and has not heard of the seed yet")
+        return leases[0] if leases else None
+
+    def _hears_of(self, source_id: str) -> bool:
+        """Whether the seed has reported to the planner. Raises PlannerUnreachable."""
+        try:
+            self._planner.instance(source_id)
+        except PlannerRefused as error:
+            return error.problem != "unknown-instance"
+        return True
 
     def _give_back(self, rank: int, held: Held, outcome: Outcome, reason: str) -> None:
         with self._changing:

@@ -93,7 +93,7 @@ class _Dialling:
         try:
             self._connecting.shutdown(socket.SHUT_RDWR)
         except OSError:
-            # Not begun, or over: then `connect` does not wait.
+            # Not begun, or over: then `connect` does not wait, and may say that it is connected.
             return
 
 
@@ -107,6 +107,8 @@ def dial(origin: Origin, context: ssl.SSLContext | None, timeout_s: float, leg: 
             connecting.settimeout(timeout_s)
             with leg.holding(_Dialling(connecting)):
                 connecting.connect(address)
+            if leg.ended:
+                raise Ended
             return _speaking(connecting, origin, context, timeout_s, leg)
         except OSError as error:
             connecting.close()

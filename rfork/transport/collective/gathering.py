@@ -39,6 +39,7 @@ class Gathering:
                 return False
             self._members.append(member)
             member.rank = len(self._members)
+            self._changed.notify_all()  # a full group gathers no longer
             return True
 
     @property

@@ -33,7 +33,7 @@ LEFT = ForkFinish(
 @pytest.fixture
 def rfork() -> Iterator[Rfork]:
     """Runs `rfork ARGUMENTS` in this process, whose handlers of signals it leaves as they were."""
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run(*arguments: str, **environment: str) -> Ended:
         done = CliRunner().invoke(app, list(arguments), env=environment)
@@ -42,7 +42,8 @@ def rfork() -> Iterator[Rfork]:
         return Ended(done.stdout, done.stderr, done.exit_code)
 
     yield run
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

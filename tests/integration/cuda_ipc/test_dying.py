@@ -84,7 +84,7 @@ def test_a_source_that_dies_while_bytes_are_lent(start: StartNode) -> None:
 
 def test_a_stopped_source_stalls(start: StartNode) -> None:
     """A source that stands still is given up after the time that an answer may take."""
-    source, side = start("source", SIZES), Side(SIZES, settings=Settings(stall_s=0.3))
+    source, side = start("source", SIZES), Side(SIZES, settings=Settings(stall_s=1.0))
     reader = side.connect(endpoint_in(source.hear()))
     source.process.send_signal(signal.SIGSTOP)
     with pytest.raises(SourceStalled):
@@ -130,7 +130,7 @@ def test_a_reader_that_stands_still_holds_up_nobody(
     target = start("target", ONE)
     gates: list[FencedGate] = []
     sources: list[CudaIpcExporter] = []
-    for settings in (SETTINGS, Settings(stall_s=0.3)):
+    for settings in (SETTINGS, Settings(stall_s=1.0)):
         memory = FakeMemory()
         gates.append(FencedGate())
         image, driver = image_in(memory, ONE, filled=True), FakeDriver(memory)

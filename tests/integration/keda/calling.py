@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 
 DEADLINE_S = 30.0
+ENGINE_S = 3.0
+"""An engine that answers is to be heard, on a machine that is busy too."""
 OPERATOR, READER = "o" * 32, "r" * 32
 HOSTS = ("127.0.0.1", "127.0.0.2")
 
@@ -118,9 +120,9 @@ async def scaling(
     planner_url: str, metadata: dict[str, str], *, port: int, channel: grpc.aio.Channel | None = None
 ) -> AsyncIterator[Scaler]:
     """A scaler of that planner, for the time of the block."""
-    fleet = RestFleet(Settings(planner=planner_url, token=SecretStr(READER), planner_timeout_s=2.0))
+    fleet = RestFleet(Settings(planner=planner_url, token=SecretStr(READER), planner_timeout_s=10.0))
     status = Status("scaler")
-    settings = HookSettings(scaler_port=port, engine_timeout_s=0.5)
+    settings = HookSettings(scaler_port=port, engine_timeout_s=ENGINE_S)
     task = asyncio.create_task(run(settings, fleet, status))
     channel = channel or grpc.aio.insecure_channel(f"127.0.0.1:{port}")
     try:

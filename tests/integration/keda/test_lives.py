@@ -29,7 +29,7 @@ async def test_a_planner_that_dies(
     """UNAVAILABLE says so, a stream holds; when it is back, engines count before they report to it."""
 
     def start() -> RforkProcess:
-        environment = {"RFORK_PLANNER_HEARTBEAT_S": "60"}
+        environment = {"RFORK_PLANNER_HEARTBEAT_S": "60", "RFORK_PLANNER_FORGET_S": "600"}
         arguments = ("planner", "--port", str(free_port))
         return rfork_process(*arguments, until="planner ready", environment=environment)
 

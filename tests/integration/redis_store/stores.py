@@ -14,7 +14,8 @@ from planner.store.redis import RedisStore
 from tests.processes import RedisServer
 from tests.unit.planner.records import GROUP, fork
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 10.0
+"""Of commits that are answered: the machine may be busy."""
 MakeStore = Callable[..., RedisStore]
 
 

@@ -112,6 +112,7 @@ def test_close_waits_for_who_touches_memory() -> None:
         assert begun.wait(30)
         closing = threading.Thread(target=made.close, daemon=True)
         closing.start()
+        assert made._closing.wait(30)
         closing.join(0.1)
         waited = closing.is_alive()
         release.set()

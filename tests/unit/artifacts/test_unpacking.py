@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -150,6 +151,25 @@ def test_what_a_dead_process_left_is_swept_without_locks_too(
 
     monkeypatch.setattr("fcntl.flock", no_locks)
     assert (1, False, True) == (sweep(tmp_path), old.exists(), young.exists())
+
+
+def test_a_folder_that_others_sweep_as_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it is locked, it looks like one that a dead process left."""
+    image = packed(write(tmp_path / "a", {"AB/k": b"k"})).image
+    swept: list[int] = []
+    mkdtemp = tempfile.mkdtemp
+
+    def at_once(**named: str) -> str:
+        made = mkdtemp(**named)
+        if not swept:
+            swept.append(sweep(tmp_path / "b"))
+        return made
+
+    monkeypatch.setattr(tempfile, "mkdtemp", at_once)
+    done = unpacked(image, tmp_path / "b")
+    assert ([1], 1, {"AB/k": b"k"}) == (swept, done.files, tree(tmp_path / "b"))
 
 
 def test_what_is_taken_is_always_verified() -> None:

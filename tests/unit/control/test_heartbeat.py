@@ -127,7 +127,23 @@ def test_a_heartbeat_that_never_started_stops(remove: bool) -> None:
     """Nothing to join, nothing to remove."""
     planner = FakePlanner()
     beating(planner, queue.Queue()).stop(remove=remove)
+    Heartbeat(planner.client, lambda: REPORT, lambda ack: None, instance_id="i").stop(remove=remove)
     assert [] == list(planner.seen.queue)
+
+
+def test_one_that_ends_before_its_first_report_is_removed_all_the_same() -> None:
+    """The planner knows it by what else it asked: a fork's request registers it too."""
+
+    class Late(Heartbeat):
+        def _run(self) -> None:
+            self._stopping.wait(WAIT_S)
+            super()._run()
+
+    planner, acks = FakePlanner(), queue.Queue[InstanceAck]()
+    heartbeat = Late(planner.client, lambda: REPORT, acks.put, instance_id="i")
+    heartbeat.start()
+    heartbeat.stop(remove=True)
+    assert ["DELETE"] == list(planner.seen.queue)
 
 
 def test_whoever_waits_for_a_report_is_not_held_up_by_the_gap() -> None:

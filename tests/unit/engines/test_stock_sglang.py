@@ -214,13 +214,26 @@ def test_a_seed_that_is_published_no_more_gives_nothing() -> None:
         publisher.give("sglang:gone", "token")
 
 
+class Restartable(httpx.BaseTransport):
+    """A planner in memory."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """It knows nobody any more."""
+        self._planner = AppTransport(create_app(PlannerSettings(batch_s=0)))
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        return self._planner.handle_request(request)
+
+
 class Fleet:
     """A planner in memory, two seeds' reports in it, and a fetch that fails as it is told."""
 
     def __init__(self, **seeds: InstanceReport) -> None:
-        self.planner = PlannerClient(
-            "http://p", transport=AppTransport(create_app(PlannerSettings(batch_s=0)))
-        )
+        self.transport = Restartable()
+        self.planner = PlannerClient("http://p", transport=self.transport)
         for report in seeds.values():
             self.planner.report(report)
         self.fails: dict[str, RforkError] = {}
@@ -347,6 +360,80 @@ def test_a_lease_that_the_planner_gives_no_more_is_given_up(monkeypatch: pytest.
     desk.look()
     (fork,) = fleet.planner.forks()
     assert ("failed", True) == (fork.state, "changed its weights" in str(fork.finish))
+
+
+def test_a_planner_that_restarted_may_hear_of_the_seed_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease is good until it lapses: the seed's heartbeat may come after the client's renewal."""
+    monkeypatch.setattr(leasing, "RENEWALS", 1e9)
+    fleet = Fleet(a=_seed("a"))
+    desk = fleet.desk()
+    desk.answer(0)
+    fleet.transport.restart()
+    seen: list[str] = []
+    for report in (None, None, _seed("a"), _seed("a", generation=1)):
+        if report is not None:
+            fleet.planner.report(report)
+        desk.look()
+        seen += fleet.states()
+    assert ["planning", "planning", "running", "failed"] == seen
+
+
+def test_a_seed_that_a_restarted_planner_never_hears_of_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the lease has lapsed, it may have changed its weights."""
+    monkeypatch.setattr(leasing, "RENEWALS", 1e9)
+    fleet = Fleet(a=_seed("a"))
+    desk = fleet.desk()
+    desk.answer(0)
+    fleet.transport.restart()
+    desk._held[0].lapses_at = 0.0
+    desk.look()
+    assert ["failed"] == fleet.states()
+
+
+def test_a_seed_that_is_another_at_a_restarted_planner_is_given_up_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has reported since, and holds other weights: nothing better is to come."""
+    monkeypatch.setattr(leasing, "RENEWALS", 1e9)
+    fleet = Fleet(a=_seed("a"))
+    desk = fleet.desk()
+    desk.answer(0)
+    fleet.transport.restart()
+    fleet.planner.report(_seed("a", generation=1))
+    desk.look()
+    assert ["failed"] == fleet.states()
+
+
+def test_an_answer_that_comes_after_the_stop_holds_nothing() -> None:
+    """A client that asked just before the sidecar ended is refused, and its lease is given back."""
+    fleet = Fleet(a=_seed("a"))
+    desk = fleet.desk()
+    fetch = fleet.fetch
+
+    def stopped_meanwhile(route: Route, rank: int) -> WeightInfo:
+        desk.stop()
+        return fetch(route, rank)
+
+    desk._asking._fetch = stopped_meanwhile
+    with pytest.raises(SourceBusy, match="ended"):
+        desk.answer(0)
+    assert ["failed"] == fleet.states()
+
+
+def test_health_from_before_a_lease_says_nothing_of_its_read() -> None:
+    """The engine went down and its successor asks while the look at it is under way."""
+    fleet = Fleet(a=_seed("a"))
+    health = [False, True]
+
+    def engine_up() -> bool:
+        up = health.pop()
+        if up:  # of the engine that was: the next one asks before this is heard
+            desk.answer(0)
+        return up
+
+    desk = fleet.desk(engine_up=engine_up)
+    desk.look()
+    assert ["running"] == fleet.states()
 
 
 def test_two_ranks_are_held_apart() -> None:

@@ -15,7 +15,18 @@ from rfork.seed.seed import Seed
 from rfork.settings import Settings
 from rfork.transport.memory import Faults
 from rfork.wire import Plan
-from tests.unit.fork.fleet import CHUNKS, Files, Fleet, Script, Target, image, plan, reads, settings
+from tests.unit.fork.fleet import (
+    CHUNKS,
+    NEVER_S,
+    Files,
+    Fleet,
+    Script,
+    Target,
+    image,
+    plan,
+    reads,
+    settings,
+)
 
 ALL = (0, CHUNKS)
 ORIGIN = "a" * 32
@@ -60,6 +71,18 @@ class Member:
     @property
     def weights_id(self) -> str | None:
         return self.relay.report().weights_id
+
+
+def wait_for(board: ChunkBoard, count: int) -> bool:
+    """Until the board holds so many chunks."""
+    enough = threading.Event()
+    leave = board.subscribe(lambda: enough.set() if len(board) >= count else None)
+    if len(board) >= count:
+        enough.set()
+    try:
+        return enough.wait(NEVER_S)
+    finally:
+        leave()
 
 
 def at_once(*members: Member) -> list[Pulled | BaseException]:

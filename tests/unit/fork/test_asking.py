@@ -123,8 +123,9 @@ def test_a_planner_that_will_not_answer_is_left(
 def test_a_planner_that_is_gone_is_left_after_a_while(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked more than once until then, however patient the fork is otherwise."""
     monkeypatch.setattr(asking, "AWAY_S", 0.1)
+    monkeypatch.setattr(asking, "time", Clock(time.monotonic()))
     planner = Planner([AWAY] * 1000, lambda: plan(reason="nobody"))
-    report = forked(fleet, planner)
+    report = forked(fleet, planner, settings(deadline_s=600))
     assert ("twos", True, True) == (report.fallback, len(planner.asked) > 1, len(planner.asked) < 1000)
 
 

@@ -18,6 +18,7 @@ from tests.unit.fork.cold import (
     given,
     leader_that_dies,
     planned,
+    wait_for,
 )
 from tests.unit.fork.fleet import CHUNKS, Files, Fleet, Target, content, image, plan, reads, route, settings
 
@@ -83,7 +84,10 @@ def test_a_source_of_another_draft_is_refused_while_one_gives(fleet: Fleet) -> N
             first.board.mark(chunk, held.manifest().digests[chunk])
         return plan(route(first, ALL))
 
-    joined = plan(route(first, (0, 4)), route(second, (4, 6)))
+    def joined() -> Plan:
+        wait_for(target.board, 3)  # so that the first is the first
+        return plan(route(first, (0, 4)), route(second, (4, 6)))
+
     script = planned(plan(route(first, (0, 3)), retry_after_s=0.01), joined, rest)
     target = Target(fleet, script)
     target.run()

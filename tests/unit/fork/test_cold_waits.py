@@ -30,19 +30,25 @@ from tests.unit.fork.fleet import (
 
 
 @pytest.mark.parametrize(
-    ("read_at", "ended"),
-    [(None, NoSource), (lambda: 0.0, NoSource), (time.monotonic, DeadlinePassed)],
+    ("read_at", "ended", "stall_s"),
+    [
+        (None, NoSource, 0.1),
+        (lambda: 0.0, NoSource, 0.1),
+        # Not to be taken for silent while this machine has too much to do.
+        (time.monotonic, DeadlinePassed, 0.5),
+    ],
     ids=["reads nothing", "stuck", "slow"],
 )
 def test_how_long_a_leader_without_chunks_is_waited_for(
-    fleet: Fleet, read_at: Callable[[], float] | None, ended: type[Exception]
+    fleet: Fleet, read_at: Callable[[], float] | None, ended: type[Exception], stall_s: float
 ) -> None:
     """As long as its storage gives something; one that is stuck is given up, and another asked for."""
     held = image(1)
     leader = fleet.source("leader", held, board=ChunkBoard(held.layout.chunks), knows=False)
     leader.say_reading(read_at)
     script = planned(plan(route(leader, ALL)), plan(reason="nobody else"))
-    target = Target(fleet, script, settings(stall_s=0.1, storage_stall_s=0.3), deadline_s=1.0)
+    chosen = settings(stall_s=stall_s, storage_stall_s=3 * stall_s)
+    target = Target(fleet, script, chosen, deadline_s=3.5 * stall_s if ended is DeadlinePassed else NEVER_S)
     with pytest.raises(ended):
         target.run()
     faults = [("leader", "source", "SourceStalled")] if ended is NoSource else []
@@ -57,7 +63,8 @@ def test_a_follower_of_a_leader_whose_disk_hangs_reads_its_own(fleet: Fleet) -> 
     script = planned(plan(storage=[reads(hanging, ALL)]), plan(reason="nobody else"))
     leader = Member(fleet, "leader", script, [hanging], chosen=settings(window=1, storage_stall_s=1.0))
     behind = planned(lambda: plan(route(leader.relay, ALL)), lambda: plan(storage=[reads(own, (2, CHUNKS))]))
-    chosen = settings(window=1, stall_s=0.2, storage_stall_s=0.5)
+    # It is not silent, and its storage is its own: how long that is waited for is the other setting.
+    chosen = settings(window=1, stall_s=1.0, storage_stall_s=0.5)
     follower = Member(fleet, "follower", behind, [own], chosen=chosen)
     ended = at_once(leader, follower)
     go_on.set()
@@ -127,16 +134,22 @@ def test_the_deadline_waits_for_own_storage_that_advances(fleet: Fleet) -> None:
     """Whoever reads for all that wait reads to the end, since it would have to begin anew otherwise."""
     held = image(1)
     files, pause = Files(held), threading.Event()
-    files.before_read = lambda chunk: pause.wait(0.1)
     target = Target(
         fleet,
         planned(plan(storage=[reads(files, ALL)])),
         settings(window=1, storage_stall_s=30.0),
-        deadline_s=0.3,
+        deadline_s=1.0,
         files=[files],
     )
+    over = time.monotonic() + 1.1
+    # The first comes at once, all others once the deadline would have passed.
+    files.before_read = lambda chunk: pause.wait(max(0.0, over - time.monotonic())) if chunk else None
     target.run()
-    assert (content(held), list(range(CHUNKS))) == (content(target.image), sorted(files.chunks_read))
+    assert (content(held), list(range(CHUNKS)), True) == (
+        content(target.image),
+        sorted(files.chunks_read),
+        time.monotonic() > over,
+    )
 
 
 def test_a_deadline_ends_a_read_of_storage(fleet: Fleet) -> None:
@@ -144,8 +157,9 @@ def test_a_deadline_ends_a_read_of_storage(fleet: Fleet) -> None:
     files = Files(image(1))
     target = Target(fleet, planned(plan(storage=[reads(files, ALL)])), deadline_s=0.2, files=[files])
     ended = threading.Event()
-    files.before_read = lambda chunk: ended.wait(0.5)
+    files.before_read = lambda chunk: ended.wait(NEVER_S)
     with pytest.raises(DeadlinePassed):
         target.run()
+    ended.set()
     assert ([], []) == (target.reasons, working_threads())
     assert StorageError.__name__ not in target.reasons

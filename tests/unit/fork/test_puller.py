@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from rfork.fork.giver import Giver
+from rfork.fork.sources import Sources
 from rfork.image.board import ChunkBoard
 from rfork.image.chunks import MIB
 from rfork.seed.seed import Seed
@@ -108,7 +110,7 @@ def test_a_source_that_stalls_is_replaced(fleet: Fleet) -> None:
     a = fleet.source("a", held, Faults(stalls_after=2 * MIB), manifest=manifest)
     b = fleet.source("b", held, manifest=manifest)
     script = Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))])
-    target = Target(fleet, script, settings(stall_s=0.2))
+    target = Target(fleet, script, settings(stall_s=1.0))
     target.run()
     assert content(held) == content(target.image)
     assert [("a", "source", "SourceStalled")] == script.faults
@@ -121,7 +123,7 @@ def test_a_relay_that_offers_nothing_new_is_replaced(fleet: Fleet) -> None:
     relay = fleet.source("a", held, board=ChunkBoard(held.layout.chunks, [0, 1]), manifest=manifest)
     seed = fleet.source("b", held, manifest=manifest)
     script = Script([lambda: plan(route(relay, ALL)), lambda: plan(route(seed, ALL))])
-    target = Target(fleet, script, settings(stall_s=0.2))
+    target = Target(fleet, script, settings(stall_s=0.5))
     target.run()
     assert {"a": 2, "b": 4} == given(target)
     assert [("a", "source", "SourceStalled")] == script.faults
@@ -224,6 +226,28 @@ def test_this_side_s_own_failure_is_not_the_source_s(fleet: Fleet, monkeypatch: 
     monkeypatch.setattr(target.image, "digest", failing_once)
     target.run()
     assert [("a", "target", "TargetError")] == script.faults
+
+
+def test_what_was_given_up_is_taken_under_the_lock(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread gives up a source meanwhile: none is forgotten, nor closed before its fault is told."""
+    held = image(1)
+    a, b = fleet.source("a", held, Faults(corrupt_chunks={3})), fleet.source("b", held)
+    target = Target(fleet, Script([lambda: plan(route(a, ALL)), lambda: plan(route(b, ALL))]))
+    free: list[bool] = []
+    take = Sources.take_retired
+
+    def probe() -> None:
+        free.append(target.puller._changed.acquire(blocking=False))
+
+    def taking(sources: Sources) -> list[Giver]:
+        probing = threading.Thread(target=probe)
+        probing.start()
+        probing.join()
+        return take(sources)
+
+    monkeypatch.setattr(Sources, "take_retired", taking)
+    target.run()
+    assert ({False}, content(held)) == (set(free), content(target.image))
 
 
 def test_places_are_given_back(fleet: Fleet) -> None:

@@ -64,7 +64,7 @@ def test_the_last_source_gone_ends_in_no_source(fleet: Fleet) -> None:
 def test_the_deadline_ends_a_fork(fleet: Fleet) -> None:
     """Past the deadline the fork ends, and nothing can write to the image any more."""
     seed = fleet.source("a", image(1), Faults(stalls_after=2 * MIB))
-    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), deadline_s=0.5)
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), deadline_s=1.0)
     with pytest.raises(DeadlinePassed, match="2 of 6 chunks"):
         target.run()
     assert [] == working_threads()

@@ -15,6 +15,7 @@ from tests.unit.fork.fleet import NEVER_S
 def test_a_thread_that_waits_has_no_pulse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was last seen of it stays as it was, however often one looks."""
     monkeypatch.setattr(pulse, "IO", tmp_path / "none")
+    monkeypatch.setattr(pulse, "LEAST_CPU_S", 0.1)  # to begin to wait takes some, too
     made: list[Pulse] = []
     ready, over = threading.Event(), threading.Event()
 

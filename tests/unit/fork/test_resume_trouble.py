@@ -127,10 +127,12 @@ def test_a_manifest_that_changes_while_a_chunk_is_filled(
         return read(spool, at, into)
 
     monkeypatch.setattr(Spool, "read", reading)
+    marked = threading.Event()
+    target.board.subscribe(lambda: marked.set() if len(target.board) else None)
     know(before.manifest())
     taken.start()
+    marked.wait(NEVER_S)
     with puller._changed:
-        puller._changed.wait_for(lambda: not puller._schedule.claimed and not puller._schedule.in_flight, 1)
         left_over = (puller._schedule.claimed, puller._schedule.in_flight)
     taken.stop()
     records = spool.records

@@ -15,7 +15,7 @@ from rfork.image.board import ChunkBoard
 from rfork.image.capture import capture
 from rfork.image.chunks import MIB
 from rfork.transport.memory import Faults
-from rfork.wire import ForkProgress, Plan, Share
+from rfork.wire import ForkProgress, Plan, ProgressAck, Share
 from tests.unit.fork.fleet import Fleet, Script, plan, route, working_threads
 from tests.unit.fork.planner import FakePlanner, problem
 from tests.unit.fork.sessions import ALL, CHUNKS, TWOS, Model, planning, session
@@ -262,6 +262,14 @@ def test_a_fallback_that_puts_new_tensors_in_place_makes_no_seed(fleet: Fleet) -
     report.seed.close()
 
 
+ACK = ProgressAck().model_dump_json()
+
+
+def waits(planner: FakePlanner) -> bool:
+    """Whether a fork has read what its first plan's source has, and no more: it was not asked again yet."""
+    return planner.progress[-1].verified == ((0, 2),) and len(planner.requests) == 1
+
+
 def test_a_planner_that_forgot_the_fork_is_asked_again(fleet: Fleet) -> None:
     """A planner that restarted does not know the fork: it is planned anew, with what is verified."""
     source, module = Model(0.0), Model(1.0)
@@ -275,7 +283,9 @@ def test_a_planner_that_forgot_the_fork_is_asked_again(fleet: Fleet) -> None:
         return plan(route(seed, ALL))
 
     planner = planning(lambda: plan(route(seed, ALL)), whole)
-    planner.on_progress = lambda: problem(404, "unknown-fork")
+    planner.on_progress = lambda: (
+        problem(404, "unknown-fork") if waits(planner) else httpx.Response(200, content=ACK)
+    )
     report = session(fleet, module, planner).run()
     assert (True, 1, ((0, 2),)) == (
         torch.equal(source.weight, module.weight),
@@ -294,7 +304,8 @@ def test_a_better_plan_is_asked_for_when_the_planner_says_so(fleet: Fleet) -> No
     slow = fleet.source("slow", held, board=ChunkBoard(held.layout.chunks, [0, 1]), manifest=manifest)
     fast = fleet.source("fast", held, manifest=manifest)
     planner = planning(lambda: plan(route(slow, ALL)), lambda: plan(route(fast, (2, 5))))
-    planner.ask_again = "a faster source has come up"
+    better = ProgressAck(ask_again="a faster source has come up").model_dump_json()
+    planner.on_progress = lambda: httpx.Response(200, content=better if waits(planner) else ACK)
     report = session(fleet, module, planner).run()
     assert (True, ["fast", "slow"], 0, (Share(source_id="slow", chunks=((2, 5),)),)) == (
         torch.equal(source.weight, module.weight),

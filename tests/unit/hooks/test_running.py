@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 from pydantic import SecretStr
 
-from planner.hooks.beside import hooks_beside
+from planner.hooks.beside import HooksBeside, hooks_beside
 from planner.hooks.probes import HookMetrics, Status, probes_app
 from planner.hooks.running import Hooks, Run
 from rfork.errors import MissingExtra, RforkError, SettingsError
@@ -218,6 +219,39 @@ def test_a_planner_without_hooks_has_none() -> None:
     """Nothing is read, started or required."""
     with hooks_beside(PlannerSettings(), "http://127.0.0.1:8700") as hooks:
         assert hooks is None
+
+
+def test_beside_the_planner_they_end_in_order() -> None:
+    """The planner tells them to stop, and leaves them: what a hook does at its end is done by then."""
+    began, ending, may_end = threading.Event(), threading.Event(), threading.Event()
+    loops, done = list[asyncio.AbstractEventLoop](), list[str]()
+
+    async def run(hook_settings: HookSettings, settings: Settings, status: Status) -> None:
+        loops.append(asyncio.get_running_loop())
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ending.set()
+            await asyncio.to_thread(may_end.wait)
+            done.append("in order")
+
+    async def turns() -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    with HooksBeside(["controller"], *SETTINGS) as beside:
+        beside._hooks = Hooks(["controller"], *SETTINGS, keep=True, hooks={"controller": run})
+        beside.start()
+        assert began.wait(30)
+        beside.stop()
+        assert ending.wait(30)
+        beside.stop()
+        try:
+            asyncio.run_coroutine_threadsafe(turns(), loops[0]).result(30)
+        finally:
+            may_end.set()
+    assert ["in order"] == done
 
 
 def test_beside_the_planner_pods_need_an_address_of_it() -> None:

@@ -78,7 +78,7 @@ def test_a_grant_that_waits_hears_of_a_raised_rate() -> None:
 
 def test_every_reader_gets_its_turn() -> None:
     """Of several that ask again and again none is left behind: each got a part before any had it all."""
-    governor = Governor(8 << 20)
+    governor = Turns(lambda turn: None)
     left = dict.fromkeys("abcd", 1 << 20)
     first_done = threading.Event()
     at_first: dict[str, int] = {}
@@ -91,8 +91,11 @@ def test_every_reader_gets_its_turn() -> None:
             at_first.update(left)
 
     readers = [threading.Thread(target=take, args=(name,)) for name in left]
-    for reader in readers:
-        reader.start()
+    with governor._turn("fork-1"):  # until all have asked
+        for reader in readers:
+            reader.start()
+        while governor.waiting() < len(readers):
+            threading.Event().wait(0.001)
     for reader in readers:
         reader.join(30)
     assert (0, True) == (sum(left.values()), all(rest < 1 << 20 for rest in at_first.values()))

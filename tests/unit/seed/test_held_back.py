@@ -53,9 +53,9 @@ def admit(seed: Seed, fork_id: str) -> None:
 
 
 def serve(seed: Seed) -> None:
-    """Enough units of work, alike, that the seed knows what they take."""
+    """Enough units of work, alike, that the seed knows what they take: far longer than a test does."""
     for _ in range(20):
-        seed.observe(0.001)
+        seed.observe(60.0)
 
 
 @pytest.mark.parametrize(("one_sided", "expected"), [(True, 5_000_000), (False, None)])
@@ -74,7 +74,8 @@ def test_readers_hear_of_one_more() -> None:
         with seed.on_change(lambda: heard.append(len(seed.report().readers))):
             seed.open_channel("fork-2", LAYOUT_ID, ["memory"], "127.0.0.1")
         after = seed.news(()).rate
-    assert (5_000_000, 2, 2_500_000) == (before, heard[0], after)
+    # What the first was told may come late, so that it is heard here too.
+    assert (5_000_000, True, 2_500_000) == (before, 2 in heard, after)
 
 
 @pytest.mark.parametrize(("one_sided", "expected"), [(False, 100_000_000), (True, 50_000_000)])

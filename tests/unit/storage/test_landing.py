@@ -176,10 +176,13 @@ def test_some_blocks_need_no_staging(device: Device, pool: Pool) -> None:
 def test_an_error_waits_for_copies_under_way(device: Device, pool: Pool, what: str) -> None:
     """Whatever fails, no copy that was begun still reads a buffer after the call, and nobody hangs."""
     calls: list[str] = []
+    counting = threading.Lock()
 
     def fail(step: str, when: int = 4) -> None:
-        calls.append(step)
-        if calls.count(step) == when and step == what:
+        with counting:
+            calls.append(step)
+            count = calls.count(step)
+        if count == when and step == what:
             raise StorageError("it broke")
 
     device.fail = fail

@@ -190,14 +190,18 @@ def test_size_of_blocks(total: int, streams: int, memory: int, expected: int) ->
 def test_an_error_stops_the_others() -> None:
     """The first error is raised as it is, what is under way ends first, and nothing is begun any more."""
     others, failed = threading.Barrier(4), threading.Event()
+    failing: list[threading.Thread] = []
     ended: list[int] = []
 
     def before(offset: int) -> None:
+        if offset == 0:
+            failing.append(threading.current_thread())
         others.wait(NEVER_S)
         if offset == 0:
             failed.set()
             raise StorageChanged("somebody replaced it")
         failed.wait(NEVER_S)
+        failing[0].join(NEVER_S)  # only then everybody is known to have been told of the error
         ended.append(offset)
 
     blob = Bytes(16 * 2 * GAP, before=before)
@@ -234,15 +238,14 @@ def test_an_interrupt_ends_the_reads() -> None:
         heard.wait(NEVER_S)
         ended.append(offset)
 
-    blob = Bytes(100, before=before)
+    extent = Extent(Bytes(100, before=before), 0, torch.zeros(100, dtype=torch.uint8))
     handler = signal.signal(signal.SIGINT, hear)
     try:
         with pytest.raises(KeyboardInterrupt):
-            fill([Extent(blob, 0, torch.empty(100, dtype=torch.uint8))], SETTINGS)
+            fill([extent], SETTINGS)
     finally:
         signal.signal(signal.SIGINT, handler)
-    running = [thread.name for thread in threading.enumerate() if thread.name == "rfork-read"]
-    assert ([0], []) == (ended, running)
+    assert ([0], wanted(extent)) == (ended, content(extent))
 
 
 def test_progress_is_told_by_one_at_a_time() -> None:

@@ -36,6 +36,12 @@ class Exporter(SpanExporter):
         return self.result
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can be sent is sent by the end, however busy the machine."""
+    monkeypatch.setattr(queue, "CLOSE_S", 60.0)
+
+
 def traced(exporter: Exporter) -> tuple[Queue, SdkTracer]:
     """A tracer whose spans go to the exporter by the queue."""
     waiting = Queue(exporter, "collector:4318")

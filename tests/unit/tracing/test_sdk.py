@@ -13,7 +13,7 @@ from requests.adapters import HTTPAdapter
 
 from rfork.errors import MissingExtra, SettingsError
 from rfork.settings import TracingSettings
-from rfork.tracing import NO_SPAN, OFF, TraceContext, here, sdk, tracer
+from rfork.tracing import NO_SPAN, OFF, TraceContext, here, queue, sdk, tracer
 from rfork.tracing.sdk import sending_tracer
 from tests.unit.tracing.spans import Kept
 
@@ -163,6 +163,7 @@ def test_what_the_engine_tells_its_collector_is_not_told_to_ours(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
     collector = Collector()
     monkeypatch.setattr(sdk._Session, "get_adapter", lambda session, url: collector)
+    monkeypatch.setattr(queue, "CLOSE_S", 60.0)  # on a busy machine
     chosen = TracingSettings.model_validate({"headers": own})
     tracer = sending_tracer("http://127.0.0.1:1", chosen, "rfork-test")
     tracer.begin("fork").end()

@@ -10,7 +10,7 @@ import pytest
 
 from rfork.errors import LeaseRefused, SourceGone, SourceStalled
 from rfork.image.chunks import MIB
-from rfork.transport.memory import Faults, MemoryNetwork, MemoryTransport
+from rfork.transport.memory import Faults, MemoryExporter, MemoryNetwork, MemoryTransport
 from tests.transport_contract import CONTRACT, Pair, content, soon
 
 
@@ -53,6 +53,13 @@ def test_a_stalled_source_holds_the_reader_to_its_deadline() -> None:
         pair.connect().read(0, 3 * MIB, deadline)
     assert time.monotonic() >= deadline
     assert content(pair.source, 0, MIB) + bytes(2 * MIB) == content(pair.target, 0, 3 * MIB)
+
+
+def test_two_that_read_at_once_get_no_more_than_one() -> None:
+    """What the first may have is taken before the second is asked."""
+    pair = faulty(Faults(stalls_after=MIB))
+    assert isinstance(pair.exporter, MemoryExporter)
+    assert [False, True] == [pair.exporter.stalls(MIB) for _ in range(2)]
 
 
 def test_a_refusing_source_gives_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import selectors
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -192,6 +193,44 @@ def test_a_stop_while_a_write_is_not_answered_gives_the_lease_up(after_s: float)
         assert candidates.shelf.lease.holder is None
 
     assert 1 <= play(story).shelf.writes
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_stop_while_the_work_ends_gives_the_lease_up(cut: bool) -> None:
+    """Also a second one, and where the lead was lost by then to an API server that does not answer."""
+
+    async def story(candidates: Candidates) -> None:
+        ending, may_end = asyncio.Event(), asyncio.Event()
+
+        async def work() -> None:
+            try:
+                await asyncio.sleep(1e9)
+            finally:
+                ending.set()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await may_end.wait()
+                await may_end.wait()
+
+        clock = asyncio.get_running_loop().time
+        election = Election(candidates.shelf.view("a"), "controller", "rfork", "a", LEASE_S, clock)
+        task = asyncio.create_task(election.lead(work))
+        await asyncio.sleep(10)
+        if cut:
+            candidates.shelf.silent.add("a")
+        else:
+            task.cancel()
+        await ending.wait()
+        candidates.shelf.silent.clear()
+        held = candidates.shelf.lease
+        task.cancel()
+        await asyncio.sleep(1)
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        left = candidates.shelf.lease
+        assert (election.identity, None, False) == (held.holder, left.holder, election.leads)
+
+    play(story)
 
 
 def test_a_stop_of_who_never_asked_writes_nothing() -> None:

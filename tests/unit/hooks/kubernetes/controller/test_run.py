@@ -14,6 +14,9 @@ from tests.unit.clock import Clock
 from tests.unit.hooks.kubernetes.fake_cluster import FakeCluster, uid
 from tests.unit.hooks.kubernetes.fake_fleet import FakeFleet
 
+LEASE_S = 6.0
+"""By the real clock: who leads is to do so still, although the machine was busy for some seconds."""
+
 
 class Running:
     """Replicas of the controller that run, over one cluster and one planner."""
@@ -27,7 +30,7 @@ class Running:
     async def replica(self, name: str) -> AsyncIterator[Status]:
         """One more; it is cancelled in the end, as a process that is told to stop cancels it."""
         settings, status = (
-            HookSettings(namespace="n", identity=name, look_s=0.01, lease_s=1),
+            HookSettings(namespace="n", identity=name, look_s=0.01, lease_s=LEASE_S),
             Status("controller"),
         )
         task = asyncio.create_task(run(settings, self.cluster, self.fleet, status, clock=self.clock))

@@ -1,8 +1,7 @@
-"""What a sidecar makes of a stock engine's endpoints, and what it holds at the planner, without sockets."""
+"""What a sidecar makes of a stock engine's endpoints, without sockets."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,27 +10,20 @@ import pytest
 
 from planner.app import create_app
 from rfork.control.client import PlannerClient
-from rfork.engines.stock_sglang import leasing
-from rfork.engines.stock_sglang.asking import Asking
 from rfork.engines.stock_sglang.engine import Description, StockEngine, Version, WeightInfo
 from rfork.engines.stock_sglang.identity import PREFIX, instance_id, layout_id, seed_report, weights_id
-from rfork.engines.stock_sglang.leasing import SeedDesk
 from rfork.engines.stock_sglang.publishing import Publisher
 from rfork.engines.stock_sglang.serving import InfoClient
 from rfork.errors import (
-    LayoutMismatch,
     LeaseRefused,
-    NoSource,
-    PlannerUnreachable,
     RforkError,
     SettingsError,
-    SourceBusy,
     SourceCorrupt,
     SourceGone,
     SourceStalled,
 )
 from rfork.settings import PlannerSettings, Settings, TlsSettings
-from rfork.wire import InstanceReport, Lease, Placement, Rank, Route
+from rfork.wire import Lease, Placement, Route
 from tests.stock_engine import TENSORS, Endpoints
 from tests.unit.planner.app_transport import AppTransport
 
@@ -188,6 +180,13 @@ def test_a_seeds_report_can_be_sent_whatever_its_session(session: str) -> None:
     assert report.instance_id != instance_id(SETTINGS, 0, other)
 
 
+def _route() -> Route:
+    return Route(
+        source_id="sglang:s", address="s:9", placement=Placement(host="s"), transports=("t",), generation=0,
+        chunks=((0, 1),), lease=Lease(token="t", expires_in_s=30.0),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
@@ -212,237 +211,3 @@ def test_a_seed_that_is_published_no_more_gives_nothing() -> None:
     )
     with pytest.raises(SourceGone):
         publisher.give("sglang:gone", "token")
-
-
-class Restartable(httpx.BaseTransport):
-    """A planner in memory."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """It knows nobody any more."""
-        self._planner = AppTransport(create_app(PlannerSettings(batch_s=0)))
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        return self._planner.handle_request(request)
-
-
-class Fleet:
-    """A planner in memory, two seeds' reports in it, and a fetch that fails as it is told."""
-
-    def __init__(self, **seeds: InstanceReport) -> None:
-        self.transport = Restartable()
-        self.planner = PlannerClient("http://p", transport=self.transport)
-        for report in seeds.values():
-            self.planner.report(report)
-        self.fails: dict[str, RforkError] = {}
-        self.fetched: list[str] = []
-
-    def fetch(self, route: Route, rank: int) -> WeightInfo:
-        """What another sidecar answers."""
-        self.fetched.append(route.source_id)
-        if (error := self.fails.get(route.source_id)) is not None:
-            raise error
-        return INFO
-
-    def asking(self, wait_s: float = 0.0) -> Asking:
-        """Asks for model m."""
-        return Asking(
-            self.planner, self.fetch, SETTINGS, model="m", wait_s=wait_s, stopping=threading.Event()
-        )
-
-    def desk(self, *, engine_up: Callable[[], bool] | None = None, hold_s: float = 60.0) -> SeedDesk:
-        """Answers clients of model m; its thread is not started."""
-        return SeedDesk(
-            self.planner, self.fetch, SETTINGS, model="m", wait_s=0.0, hold_s=hold_s, engine_up=engine_up
-        )
-
-    def states(self) -> list[str]:
-        """Of all forks, in order."""
-        return sorted(fork.state for fork in self.planner.forks())
-
-
-def _seed(name: str, **changes: object) -> InstanceReport:
-    report = seed_report(
-        SETTINGS, model="m", rank=0, description=DESCRIPTION, info=WeightInfo(f"{name}:1", TENSORS),
-        weights="0" * 32, generation=0, address=f"{name}:9",
-    )  # fmt: skip
-    return report.model_copy(update={"instance_id": f"{PREFIX}{name}", **changes})
-
-
-def _route() -> Route:
-    return Route(
-        source_id="sglang:s", address="s:9", placement=Placement(host="s"), transports=("t",), generation=0,
-        chunks=((0, 1),), lease=Lease(token="t", expires_in_s=30.0),
-    )  # fmt: skip
-
-
-def test_a_seed_that_does_not_answer_is_reported_and_another_taken() -> None:
-    """The first is out of reach: the client never hears of it."""
-    fleet = Fleet(a=_seed("a"), b=_seed("b"))
-    fleet.fails = {f"{PREFIX}a": SourceGone("refused")}
-    assert (f"{PREFIX}b", [f"{PREFIX}a", f"{PREFIX}b"]) == (
-        fleet.asking(wait_s=5.0).granted(0, None).route.source_id, fleet.fetched,
-    )  # fmt: skip
-    assert 1 == len([view for view in fleet.planner.instances(state="serving") if view.quarantined])
-
-
-@pytest.mark.parametrize(
-    ("seeds", "kind"),
-    [
-        ({}, NoSource),
-        ({"full": _seed("full", max_readers=0)}, SourceBusy),
-        ({"draining": _seed("draining", state="draining")}, NoSource),
-        ({"a": _seed("a"), "b": _seed("b", layout_id="f" * 32)}, LayoutMismatch),
-        ({"a": _seed("a"), "b": _seed("b", weights_id="f" * 32)}, SourceBusy),
-    ],
-)
-def test_a_client_that_gets_no_seed_leaves_nothing_behind(
-    seeds: dict[str, InstanceReport], kind: type[RforkError]
-) -> None:
-    """The error says which it is, and the planner holds no fork and no target for it."""
-    fleet = Fleet(**seeds)
-    with pytest.raises(kind):
-        fleet.asking().granted(0, None)
-    assert [] == [state for state in fleet.states() if state in ("planning", "running")]
-    assert sorted(report.instance_id for report in seeds.values()) == [
-        view.report.instance_id for view in fleet.planner.instances()
-    ]
-
-
-def test_a_planner_that_is_away_is_waited_for_and_then_named() -> None:
-    """Nobody else could say which seed to take."""
-    fleet = Fleet()
-    fleet.planner = PlannerClient("http://p", transport=httpx.MockTransport(raising(httpx.ConnectError(""))))
-    with pytest.raises(PlannerUnreachable):
-        fleet.asking().granted(0, None)
-
-
-def test_the_seed_that_came_to_nothing_is_avoided_unless_it_is_the_last() -> None:
-    """No seed is blamed for a client that did not come up."""
-    fleet = Fleet(a=_seed("a"), b=_seed("b"))
-    first = fleet.asking().granted(0, f"{PREFIX}a").route.source_id
-    fleet.planner.remove(f"{PREFIX}b")
-    again = fleet.asking().granted(0, f"{PREFIX}a").route.source_id
-    assert (f"{PREFIX}b", f"{PREFIX}a") == (first, again)
-    assert [] == [view for view in fleet.planner.instances() if view.quarantined]
-
-
-def test_an_engine_that_was_healthy_all_along_says_nothing_of_a_read() -> None:
-    """Somebody else asked: the lease is held on."""
-    fleet = Fleet(a=_seed("a"))
-    desk = fleet.desk(engine_up=lambda: True)
-    desk.answer(0)
-    desk.look()
-    assert ["running"] == fleet.states()
-    desk.stop()
-    assert ["failed"] == fleet.states()
-
-
-@pytest.mark.parametrize(("hold_s", "expected"), [(60.0, "running"), (0.0, "failed")])
-def test_a_lease_is_not_held_for_ever(hold_s: float, expected: str) -> None:
-    """A client that never comes up, or of which nothing is known, gives its place back in the end."""
-    fleet = Fleet(a=_seed("a"))
-    desk = fleet.desk(hold_s=hold_s)
-    desk.answer(0)
-    desk.look()
-    assert [expected] == fleet.states()
-
-
-def test_a_lease_that_the_planner_gives_no_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seed changed its weights in place: the generation that was read is gone."""
-    monkeypatch.setattr(leasing, "RENEWALS", 1e9)
-    fleet = Fleet(a=_seed("a"))
-    desk = fleet.desk()
-    desk.answer(0)
-    fleet.planner.report(_seed("a", generation=1))
-    desk.look()
-    (fork,) = fleet.planner.forks()
-    assert ("failed", True) == (fork.state, "changed its weights" in str(fork.finish))
-
-
-def test_a_planner_that_restarted_may_hear_of_the_seed_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease is good until it lapses: the seed's heartbeat may come after the client's renewal."""
-    monkeypatch.setattr(leasing, "RENEWALS", 1e9)
-    fleet = Fleet(a=_seed("a"))
-    desk = fleet.desk()
-    desk.answer(0)
-    fleet.transport.restart()
-    seen: list[str] = []
-    for report in (None, None, _seed("a"), _seed("a", generation=1)):
-        if report is not None:
-            fleet.planner.report(report)
-        desk.look()
-        seen += fleet.states()
-    assert ["planning", "planning", "running", "failed"] == seen
-
-
-def test_a_seed_that_a_restarted_planner_never_hears_of_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the lease has lapsed, it may have changed its weights."""
-    monkeypatch.setattr(leasing, "RENEWALS", 1e9)
-    fleet = Fleet(a=_seed("a"))
-    desk = fleet.desk()
-    desk.answer(0)
-    fleet.transport.restart()
-    desk._held[0].lapses_at = 0.0
-    desk.look()
-    assert ["failed"] == fleet.states()
-
-
-def test_a_seed_that_is_another_at_a_restarted_planner_is_given_up_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It has reported since, and holds other weights: nothing better is to come."""
-    monkeypatch.setattr(leasing, "RENEWALS", 1e9)
-    fleet = Fleet(a=_seed("a"))
-    desk = fleet.desk()
-    desk.answer(0)
-    fleet.transport.restart()
-    fleet.planner.report(_seed("a", generation=1))
-    desk.look()
-    assert ["failed"] == fleet.states()
-
-
-def test_an_answer_that_comes_after_the_stop_holds_nothing() -> None:
-    """A client that asked just before the sidecar ended is refused, and its lease is given back."""
-    fleet = Fleet(a=_seed("a"))
-    desk = fleet.desk()
-    fetch = fleet.fetch
-
-    def stopped_meanwhile(route: Route, rank: int) -> WeightInfo:
-        desk.stop()
-        return fetch(route, rank)
-
-    desk._asking._fetch = stopped_meanwhile
-    with pytest.raises(SourceBusy, match="ended"):
-        desk.answer(0)
-    assert ["failed"] == fleet.states()
-
-
-def test_health_from_before_a_lease_says_nothing_of_its_read() -> None:
-    """The engine went down and its successor asks while the look at it is under way."""
-    fleet = Fleet(a=_seed("a"))
-    health = [False, True]
-
-    def engine_up() -> bool:
-        up = health.pop()
-        if up:  # of the engine that was: the next one asks before this is heard
-            desk.answer(0)
-        return up
-
-    desk = fleet.desk(engine_up=engine_up)
-    desk.look()
-    assert ["running"] == fleet.states()
-
-
-def test_two_ranks_are_held_apart() -> None:
-    """Each has its own lease, and one that asks again gives up its own alone."""
-    ranks = [_seed(f"r{rank}", rank=Rank(tp=rank, tp_size=2)) for rank in (0, 1)]
-    fleet = Fleet(zero=ranks[0], one=ranks[1])
-    desk = fleet.desk()
-    for rank in (0, 1, 1):
-        desk.answer(rank)
-    assert (["failed", "running", "running"], [f"{PREFIX}r0", f"{PREFIX}r1", f"{PREFIX}r1"]) == (
-        fleet.states(), fleet.fetched,
-    )  # fmt: skip

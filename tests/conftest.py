@@ -14,7 +14,7 @@ import pytest
 
 from tests.models import make_tiny_llama
 from tests.ports import free_port
-from tests.processes import RforkProcess
+from tests.processes import START_S, RforkProcess
 
 # How long an example takes is the machine's business: tests assert nothing about time. Each run has the same
 # examples, so that what fails is what was changed; `make test-all` looks for others.
@@ -82,7 +82,7 @@ def _free_port() -> int:
 def rfork_process() -> Iterator[StartRfork]:
     """Starts ``rfork ARGUMENTS`` and, with `until`, waits for a line that matches it.
 
-    ``start(*arguments, until=None, environment=None, deadline_s=60) -> RforkProcess``. Each process is
+    ``start(*arguments, until=None, environment=None, deadline_s=120) -> RforkProcess``. Each process is
     ended with all it started when the test ends, and what it wrote is shown if the test fails.
     """
     started: list[RforkProcess] = []
@@ -91,7 +91,7 @@ def rfork_process() -> Iterator[StartRfork]:
         *arguments: str,
         until: str | None = None,
         environment: dict[str, str] | None = None,
-        deadline_s: float = 60.0,
+        deadline_s: float = START_S,
     ) -> RforkProcess:
         surroundings = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", **(environment or {})}
         process = RforkProcess(arguments, surroundings)

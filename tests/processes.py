@@ -14,8 +14,16 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 # Importing torch and transformers takes most of this on a busy machine of two cores.
-START_S = 60.0
+START_S = 120.0
 STOP_S = 10.0
+
+
+def send(process: subprocess.Popen[str], number: int) -> None:
+    """Send a signal to a child; one that is told to stop stands still when this returns."""
+    process.send_signal(number)
+    if number == signal.SIGSTOP:
+        with contextlib.suppress(ChildProcessError):  # it has ended
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
 
 
 class RforkProcess:
@@ -89,7 +97,7 @@ class RforkProcess:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process alone, not to its group."""
-        self._process.send_signal(number)
+        send(self._process, number)
 
     def stop(self) -> None:
         """End it and all it started: SIGTERM, then SIGKILL to the whole group. Doing so again is harmless."""
@@ -153,14 +161,14 @@ class RedisServer:
 
         self._drain = threading.Thread(target=read, daemon=True)
         self._drain.start()
-        if not ready.wait(STOP_S):
+        if not ready.wait(START_S):
             self.kill()
             raise TimeoutError(f"redis-server did not start\n{''.join(lines)}")
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal."""
         if self._process is not None:
-            self._process.send_signal(number)
+            send(self._process, number)
 
     def kill(self) -> None:
         """SIGKILL, and wait for its end. Doing so again is harmless."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import send
 from tests.transport_contract import soon
 
 OURS = ("rfork-gloo", "rfork-line")
@@ -67,7 +68,7 @@ class Node:
         return self.process.stdout.readline().strip()
 
     def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        send(self.process, number)
 
     def left(self) -> tuple[int, str]:
         """Its exit code (negative: the signal) and what it wrote to standard error, once it has ended.

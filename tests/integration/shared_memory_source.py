@@ -16,6 +16,7 @@ from rfork.image.chunks import MIB
 from rfork.settings import Settings
 from rfork.transport.base import Endpoint
 from rfork.transport.shared_memory import SharedMemoryTransport
+from tests.processes import send
 from tests.transport_contract import FakeGate, image_of
 
 SIZES = (3 * MIB + 17, 5, *(1000 + index for index in range(50)), 2 * MIB, 4096)
@@ -45,7 +46,7 @@ class Source:
 
     def signal(self, number: int) -> None:
         """Send a signal."""
-        self._process.send_signal(number)
+        send(self._process, number)
 
     def wait_until_held(self) -> None:
         """Block until a reader is held back, after `hold`."""

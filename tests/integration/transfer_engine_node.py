@@ -20,6 +20,7 @@ from rfork.image.specs import TensorSpec
 from rfork.settings import Settings
 from rfork.transport.base import Endpoint
 from rfork.transport.transfer_engine import TransferEngineTransport
+from tests.processes import send
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = Settings(unguarded_tcp=True)
@@ -82,7 +83,7 @@ class SeedProcess:
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the seed."""
-        self.process.send_signal(number)
+        send(self.process, number)
 
     def end(self) -> None:
         """Kill the seed, if it lives."""

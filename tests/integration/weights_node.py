@@ -25,6 +25,7 @@ from rfork.image.chunks import MIB
 from rfork.image.proof import image_sha256
 from rfork.seed.seed import Seed
 from rfork.wire import ForkProgress
+from tests.processes import send
 
 Message = dict[str, str | int | list[str] | None]
 
@@ -197,7 +198,7 @@ class Node:
 
     def signal(self, number: int) -> None:
         """Send a signal."""
-        self._process.send_signal(number)
+        send(self._process, number)
 
     def _follow(self, lines: IO[str]) -> None:
         with lines:

@@ -18,6 +18,7 @@ from rfork.transport.cuda_ipc.exporter import CudaIpcExporter
 from tests.fake_cuda import FakeDriver, FakeMemory, image_in
 from tests.integration.cuda_ipc.sides import ONE, SETTINGS, SIZES, Elsewhere, Node, Side, expected, raised_by
 from tests.integration.cuda_ipc_node import FencedGate, endpoint_in, told
+from tests.processes import send
 from tests.transport_contract import content, soon
 
 StartNode = Callable[..., Node]
@@ -72,7 +73,7 @@ def test_a_source_that_dies_while_bytes_are_lent(start: StartNode) -> None:
     source, side = start("source", ONE), Side(ONE)
     reader = side.connect(endpoint_in(source.hear()))
     thread, raised = held_copy(side, reader)
-    source.process.send_signal(signal.SIGSTOP)
+    send(source.process, signal.SIGSTOP)
     side.driver.running.set()
     # A source that stands still takes the return in, as one does that is dying.
     thread.join(0.5)
@@ -86,7 +87,7 @@ def test_a_stopped_source_stalls(start: StartNode) -> None:
     """A source that stands still is given up after the time that an answer may take."""
     source, side = start("source", SIZES), Side(SIZES, settings=Settings(stall_s=1.0))
     reader = side.connect(endpoint_in(source.hear()))
-    source.process.send_signal(signal.SIGSTOP)
+    send(source.process, signal.SIGSTOP)
     with pytest.raises(SourceStalled):
         reader.read(0, side.whole, soon())
     reader.close()
@@ -137,7 +138,7 @@ def test_a_reader_that_stands_still_holds_up_nobody(
         sources.append(CudaIpcTransport(settings, partial(same, driver)).export(image, gates[-1]))
         target.tell(json.dumps(told(sources[-1].endpoint())))
         assert {"reading": 1} == target.hear()
-    target.process.send_signal(signal.SIGSTOP)
+    send(target.process, signal.SIGSTOP)
     assert (1, 0) == (gates[0].fence(0.05), gates[1].readings.settle(30))
     for source in sources:
         source.close()

@@ -17,6 +17,7 @@ from rfork.image.chunks import MIB
 from rfork.settings import Settings
 from rfork.transport.base import Endpoint
 from rfork.transport.http import HttpTransport
+from tests.processes import send
 from tests.transport_contract import TOKEN, content, image_of, soon
 
 ROOT = Path(__file__).parents[3]
@@ -62,7 +63,7 @@ def test_a_stopped_process_is_stalled(seed: tuple[subprocess.Popen[str], Endpoin
     target = image_of((40 << 20, 1000))
     reader = HttpTransport(Settings(stall_s=1.5)).connect(endpoint, target, lambda: TOKEN, soon())
     reader.read(0, 1000, soon())
-    process.send_signal(signal.SIGSTOP)
+    send(process, signal.SIGSTOP)
     with pytest.raises(SourceStalled, match="sent nothing"):
         reader.read(0, target.layout.image_bytes, soon(600))
     with pytest.raises(SourceStalled, match="deadline"):

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 # Importing torch and transformers takes most of this on a busy machine of two cores.
@@ -24,6 +25,13 @@ def send(process: subprocess.Popen[str], number: int) -> None:
     if number == signal.SIGSTOP:
         with contextlib.suppress(ChildProcessError):  # it has ended
             os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+
+
+def at_start(folder: Path, code: str) -> dict[str, str]:
+    """The environment that has a Python process run `code` before anything else; makes `folder` for it."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": str(folder)}
 
 
 class RforkProcess:

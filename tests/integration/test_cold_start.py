@@ -21,7 +21,7 @@ from rfork.image.proof import image_sha256
 from rfork.storage.snapshots.writer import write_snapshot
 from rfork.wire import source_kind
 from tests.conftest import StartRfork
-from tests.processes import RforkProcess
+from tests.processes import RforkProcess, at_start
 
 READY = r'"event": ?"ready"'
 GATED = 4
@@ -58,10 +58,8 @@ class Group:
         self._start = start
         self._model = model
         self._gate = folder / "gate"
-        self._patch = folder / "patch"
-        self._patch.mkdir()
         os.mkfifo(self._gate)
-        (self._patch / "sitecustomize.py").write_text(GATE.format(gate=str(self._gate)))
+        self._gated = at_start(folder / "patch", GATE.format(gate=str(self._gate)))
         environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "3"}
         planner = start("planner", "--port", "0", "--json", until=READY, environment=environment)
         self.url = cast(str, json.loads(planner.wait_for(rf"^.*{READY}.*$").group())["url"])
@@ -77,7 +75,7 @@ class Group:
         """An instance that stays as a seed once it has its weights."""
         more = {"RFORK_TRANSPORTS": "http", "RFORK_WINDOW": "1", "RFORK_STALL_S": "5", **(environment or {})}
         if gated:
-            more["PYTHONPATH"] = str(self._patch)
+            more |= self._gated
         arguments = ["pull", str(self._model), "--name", "tiny", "--planner", self.url]
         if checkpoint is not None:
             arguments += ["--checkpoint", str(checkpoint)]

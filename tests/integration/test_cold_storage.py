@@ -16,6 +16,7 @@ from rfork.image.proof import image_sha256
 from rfork.storage.snapshots.writer import write_snapshot
 from tests.conftest import StartRfork
 from tests.integration.test_cold_start import Group, Report, results, storage_bytes
+from tests.processes import at_start
 from tests.storage_faults import Reset, Stall
 from tests.storage_server import StorageServer
 
@@ -120,9 +121,7 @@ def test_a_server_that_dies_in_mid_read(
         server.script.then(*[None] * BEFORE, Stall())
         server.script.always(Reset(None))
         # The stall is waited out for as long as the other reader takes to start, the dead server is not.
-        (tmp_path / "impatient").mkdir()
-        (tmp_path / "impatient" / "sitecustomize.py").write_text(IMPATIENT)
-        brief = {**PLAIN, "PYTHONPATH": str(tmp_path / "impatient")}
+        brief = {**PLAIN, **at_start(tmp_path / "impatient", IMPATIENT)}
         unlucky = cold.pull(environment={"RFORK_SNAPSHOT": server.url(NAME), **brief})
         server.script.await_stall()
         lucky = cold.pull(environment={"RFORK_SNAPSHOT": other.url(NAME), **PLAIN})

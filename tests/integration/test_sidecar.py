@@ -31,7 +31,9 @@ from tests.unit.planner.builders import ask, whole
 OLD = "/get_remote_instance_transfer_engine_info"
 NEW = "/remote_instance_transfer_engine_info"
 MODEL = "m"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
+TTL_S = 6.0
+"""Of leases, and of an instance that says nothing any more."""
 SEED_ENGINE = """
 import ctypes, sys
 from mooncake.engine import TransferEngine
@@ -49,7 +51,7 @@ sys.stdin.read()
 @pytest.fixture
 def planner() -> Iterator[str]:
     """URL of a planner that hears of everything soon."""
-    with running(PlannerSettings(port=0, heartbeat_s=0.2, forget_s=3.0, lease_ttl_s=3.0)) as url:
+    with running(PlannerSettings(port=0, heartbeat_s=0.2, forget_s=TTL_S, lease_ttl_s=TTL_S)) as url:
         yield url
 
 
@@ -152,7 +154,7 @@ def test_a_lease_is_held_until_the_clients_engine_is_healthy(planner: str) -> No
         published(planner, 1)
         stock_ask(sidecar)
         began = time.monotonic()
-        until(lambda: time.monotonic() - began > 4.0, "longer than the lease's time to live")
+        until(lambda: time.monotonic() - began > TTL_S + 1, "longer than the lease's time to live")
         assert ["running"] == [fork.state for fork in forks(planner)]
         loading.healthy = True
         until(lambda: forks(planner)[0].state == "finished", "the lease given back")
@@ -239,7 +241,7 @@ def test_an_update_of_the_seeds_weights_ends_the_leases(planner: str) -> None:
 
 def test_a_planner_that_restarts_is_told_who_reads_from_whom(free_port: int) -> None:
     """The seed's heartbeat and the client's renewal bring both back: the one place stays taken."""
-    settings = PlannerSettings(port=free_port, heartbeat_s=0.2, lease_ttl_s=3.0)
+    settings = PlannerSettings(port=free_port, heartbeat_s=0.2, lease_ttl_s=TTL_S)
     with contextlib.ExitStack() as stack:
         with running(settings) as url:
             engine = stack.enter_context(StockEngine())

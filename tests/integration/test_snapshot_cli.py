@@ -28,6 +28,7 @@ from rfork.settings import Settings, StorageSettings
 from rfork.storage.snapshots.snapshot import Snapshot
 from rfork.wire import Rank
 from tests.conftest import StartRfork
+from tests.processes import at_start
 
 READY = r'"event": ?"ready"'
 NAME = "model-rank-000.safetensors"
@@ -173,10 +174,8 @@ def test_a_writer_that_is_killed_leaves_no_snapshot(
     rfork_process: StartRfork, rfork: Run, tiny_model: Path, tmp_path: Path, form: tuple[str, ...]
 ) -> None:
     """What it left is shown, is no snapshot to anybody, and is swept up."""
-    gate, patch, folder = tmp_path / "gate", tmp_path / "patch", tmp_path / "out" / "rev-1"
+    gate, folder = tmp_path / "gate", tmp_path / "out" / "rev-1"
     os.mkfifo(gate)
-    patch.mkdir()
-    (patch / "sitecustomize.py").write_text(GATE.format(gate=str(gate)))
     writer = rfork_process(
         "snapshot",
         str(folder),
@@ -184,7 +183,7 @@ def test_a_writer_that_is_killed_leaves_no_snapshot(
         str(tiny_model),
         *form,
         until="^half",
-        environment={"PYTHONPATH": str(patch)},
+        environment=at_start(tmp_path / "patch", GATE.format(gate=str(gate))),
     )
     writer.signal(signal.SIGKILL)
     assert -signal.SIGKILL == writer.wait()

@@ -9,9 +9,11 @@ from typing import cast
 
 from tests.collector import Collected, collecting
 from tests.conftest import StartRfork
-from tests.processes import RforkProcess
+from tests.processes import RforkProcess, at_start
 
 READY = r'"event": ?"ready"'
+PATIENT = "import rfork.tracing.queue as queue\nqueue.CLOSE_S = 60.0\n"
+"""The last spans are sent however long that takes on a busy machine."""
 
 
 def event(process: RforkProcess) -> dict[str, str]:
@@ -25,13 +27,14 @@ def above(spans: list[Collected]) -> dict[str, str]:
     return {f"{span.service}: {span.name}": known[span.parent] if span.parent else "" for span in spans}
 
 
-def test_one_trace_over_three_processes(rfork_process: StartRfork, tiny_model: Path) -> None:
+def test_one_trace_over_three_processes(rfork_process: StartRfork, tiny_model: Path, tmp_path: Path) -> None:
     """The fork's: within it what the planner and the seed did for it, each in a process of its own."""
     with collecting() as collector:
         traced = {
             "RFORK_TRACING_ENDPOINT": collector.url,
             "RFORK_TRACING_HEADERS": "x-tenant=fleet",
             "RFORK_TRANSPORTS": "http",
+            **at_start(tmp_path / "patch", PATIENT),
         }
         planner = rfork_process("planner", "--port", "0", "--json", until=READY, environment=traced)
         told = ("--name", "tiny", "--planner", event(planner)["url"], "--json")

@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import at_start
+
+PATIENT = "import rfork.cli.completion as completion\ncompletion.MOST_S = 60.0\n"
+"""The planner is waited for as long as that takes on a busy machine."""
+
 
 @pytest.mark.parametrize(
     ("shell", "words"),
@@ -49,7 +54,7 @@ def test_names_are_completed(
     shell: str, variables: dict[str, str], expected: set[str], fleet: str, tmp_path: Path
 ) -> None:
     """Each shell is offered what the planner knows."""
-    told = completed(shell, {**variables, "PYTHONPATH": str(patient(tmp_path))}, fleet)
+    told = completed(shell, {**variables, **at_start(tmp_path / "patch", PATIENT)}, fleet)
     assert [] == [word for word in expected if word not in told]
 
 
@@ -59,14 +64,6 @@ def test_completion_is_silent_without_a_planner() -> None:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         told = completed("bash", {"COMP_WORDS": "rfork explain x", "COMP_CWORD": "2"}, url)
     assert "" == told.strip()
-
-
-def patient(folder: Path) -> Path:
-    """What has a process wait for its planner as long as that takes on a busy machine."""
-    (folder / "sitecustomize.py").write_text(
-        "import rfork.cli.completion\nrfork.cli.completion.MOST_S = 60.0\n"
-    )
-    return folder
 
 
 def completed(shell: str, variables: dict[str, str], planner: str) -> str:

@@ -1,0 +1,65 @@
+"""A Chromium, and a planner that is told of fleets."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+
+from planner.service import running
+from tests.integration.ui.looking import PATIENCE_S, settings
+from tests.ui_fleet import (
+    FleetPlayer,
+)
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One Chromium for all tests of a module."""
+    if CHROMIUM is None:
+        pytest.skip("NO chromium ON PATH: the planner's page is NOT tested")
+    expect.set_options(timeout=PATIENCE_S * 1000)
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    """A window of a desktop."""
+    with browser.new_context(viewport={"width": 1280, "height": 800}, reduced_motion="reduce") as context:
+        yield context
+
+
+@pytest.fixture
+def page(context: BrowserContext) -> Iterator[Page]:
+    """A tab in which no script fails, and the page breaks no rule of its own policy."""
+    page, wrong = context.new_page(), list[str]()
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on(
+        "console", lambda said: wrong.append(said.text) if "Content Security Policy" in said.text else None
+    )
+    page.on("dialog", lambda dialog: wrong.append(dialog.message))
+    page.set_default_timeout(PATIENCE_S * 1000)
+    yield page
+    page.close()
+    assert [] == wrong
+
+
+@pytest.fixture
+def planner() -> Iterator[str]:
+    """The URL of a planner that forgets nobody while a test looks."""
+    with running(settings()) as url:
+        yield url
+
+
+@pytest.fixture
+def fleet(planner: str) -> Iterator[FleetPlayer]:
+    """Everybody who reports to it."""
+    with FleetPlayer(planner) as fleet:
+        yield fleet

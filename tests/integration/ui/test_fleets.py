@@ -1,0 +1,175 @@
+"""What the planner's page shows of a fleet, in a real Chromium, over a real planner."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from playwright.sync_api import Page, expect
+
+from tests.integration.ui.looking import opened, rows, violations
+from tests.ui_fleet import (
+    GB,
+    LLAMA,
+    FleetPlayer,
+    advance,
+    llama,
+    play_busy_fleet,
+    play_thousand,
+    play_trouble,
+)
+
+WATCH_EDGES = """
+  window.edges = [];
+  let edge = false;
+  const pen = CanvasRenderingContext2D.prototype;
+  const { clearRect, beginPath, bezierCurveTo, stroke } = pen;
+  pen.clearRect = function (...box) { window.edges = []; return clearRect.apply(this, box); };
+  pen.beginPath = function () { edge = false; return beginPath.apply(this); };
+  pen.bezierCurveTo = function (...to) { edge = true; return bezierCurveTo.apply(this, to); };
+  pen.stroke = function (...path) {
+    if (edge) window.edges.push(this.lineWidth);
+    return stroke.apply(this, path);
+  };
+"""
+"""Keeps the widths of the edges of the fork tree as it was drawn last."""
+
+
+def edges(page: Page) -> list[float]:
+    """How wide the edges of the fork tree are, the thinnest first; after `WATCH_EDGES`."""
+    page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+    return sorted(page.evaluate("window.edges"))
+
+
+@contextlib.contextmanager
+def telling(fleet: FleetPlayer) -> Iterator[None]:
+    """Its forks go on telling, as forks do: the page takes a rate that is some seconds old for none."""
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.wait(1.0):
+            fleet.progress_again()
+
+    with ThreadPoolExecutor(1) as thread:
+        telling = thread.submit(tell)
+        try:
+            yield
+        finally:
+            over.set()
+    telling.result()
+
+
+def test_an_empty_fleet_says_how_to_begin(page: Page, planner: str) -> None:
+    """Nobody is there: the page says so, and names the commands with this planner's URL in them."""
+    opened(page, planner)
+    expect(page.locator("#headline")).to_have_text("No instance is here yet")
+    assert planner in page.locator("#commands").inner_text()
+    assert [False] * 4 == [
+        page.locator(f"#{name}").is_visible() for name in ("tree", "models", "times", "troubles")
+    ]
+    assert [] == violations(page)
+
+
+def test_a_fleet_at_work(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """Under way, how fast, how long yet, who reads from whom; η and what was saved; and it is live."""
+    opened(page, planner)
+    with telling(fleet):
+        play_busy_fleet(fleet)
+        expect(page.locator("#headline")).to_have_text("All is well")
+        expect(page.locator("#subline")).to_contain_text("13 forks under way")
+        expect(page.locator("#figures")).not_to_contain_text("not known yet")
+        expect(page.locator("#scaleup-list")).to_contain_text("10 replicas of")
+        first = rows(page).first
+        expect(first).to_contain_text("llama-7c9f-0")
+        assert ("1", "true") == (first.get_attribute("aria-level"), first.get_attribute("aria-expanded"))
+        assert {"seed", "relay", "target"} <= set(page.locator("#legend").inner_text().split())
+        expect(page.locator("#source-rows")).to_contain_text("1.60 GB/s")
+        fleet.end(llama(11), fleet.ask(llama(11), "x"), 9.5)
+        expect(page.locator("#subline")).to_contain_text("12 forks under way")
+        page.locator("#model-rows button", has_text="Mistral").click()
+        expect(rows(page).first).to_contain_text("checkpoint /models/checkpoint")
+        assert [] == violations(page)
+    # Its reader has not told since that it is held to this.
+    fleet.report(llama(4), "a2-n11", egress_rate=int(1.4 * GB))
+    expect(page.locator("#source-rows")).to_contain_text("at most 1.40 GB/s")
+
+
+def test_a_fleet_in_trouble(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """What is wrong stands first, with its reason; fallbacks are counted by reason."""
+    play_trouble(fleet)
+    opened(page, planner)
+    troubles = page.locator("#trouble-list")
+    expect(page.locator("#headline")).to_contain_text("things need a look")
+    for said in (
+        "ChunkMismatch: chunk 41 has another digest",
+        "a reader found nobody there",
+        "OutOfMemory: 16.1 GB are wanted",
+        "gemma-0 on b3-n0 has no source",
+        "fell back to checkpoint /models/checkpoint",
+        "drains, and is still read from",
+    ):
+        expect(troubles).to_contain_text(said)
+    assert "wrong" == troubles.locator("li").first.get_attribute("data-level")
+    expect(page.locator("#reasons")).to_contain_text("SourceStalled→ checkpoint /models/checkpoint")
+    assert page.title().startswith("(")
+    assert [] == violations(page)
+    page.locator("#filter").fill("gemma")
+    expect(troubles.locator("li")).to_have_count(2)
+    expect(page.locator("#subline")).to_have_text("2 instances of 31 fit the filter.")
+
+
+def test_a_fork_is_explained_in_a_dialog(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """A click on a trouble opens all that is known of its instance; Escape closes it."""
+    play_trouble(fleet)
+    opened(page, planner)
+    page.locator("#trouble-list button", has_text="llama-7c9f-40").click()
+    details = page.locator("#details")
+    for said in (llama(40), "OutOfMemory", "rack a4", "failed in 2.2 s", LLAMA):
+        expect(details).to_contain_text(said)
+    assert [] == violations(page)
+    page.keyboard.press("Escape")
+    expect(details).to_be_hidden()
+
+
+def test_each_edge_is_as_thick_as_the_fork_told(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """Of two sources each has the rate that its reader told, and none where that tells of none."""
+    for name, capped in (("fast", 3 * GB), ("slow", GB)):
+        fleet.seed(name, f"a1-{name}", egress_rate=int(capped))
+    plan = fleet.ask("target", "a2-n1", storage=())
+    assert {"fast", "slow"} == {route.source_id for route in plan.routes}
+    fleet.progress("target", 60, 4.1 * GB, plan, rates={"fast": 3.02 * GB, "slow": 1.01 * GB})
+    page.add_init_script(WATCH_EDGES)
+    with telling(fleet):
+        opened(page, planner)
+        gives = page.locator("#source-rows")
+        for said in ("3.02 GB/s", "1.01 GB/s"):
+            expect(gives).to_contain_text(said)
+        thin, thick = edges(page)
+        # An edge's width goes by the root of its rate.
+        assert round(3.02 / 1.01, 2) == round((thick / thin) ** 2, 2)
+        rows(page).filter(has_text="target").first.click()
+        expect(page.locator("#details")).to_contain_text("fast over http at 3.02 GB/s")
+        fleet.progress("target", 61, 3.0 * GB, plan, rates={"fast": 2.99 * GB})
+        expect(gives).to_contain_text("2.99 GB/s")
+        assert [1, thick] == edges(page)
+
+
+def test_a_thousand_instances_are_drawn_as_far_as_they_are_seen(
+    page: Page, fleet: FleetPlayer, planner: str
+) -> None:
+    """The table holds rows for what is seen alone, says how many there are, and goes to its end by key."""
+    plans = play_thousand(fleet)
+    advance(fleet, plans, 1, random.Random(1))
+    opened(page, planner)
+    expect(page.locator("#subline")).to_contain_text("150 forks under way")
+    expect(page.locator("#subline")).to_contain_text("1,000 instances in all")
+    assert 1000 == page.locator("#racks .dot").count()
+    assert 40 > rows(page).count()
+    assert 150 < int(page.locator("#treegrid").get_attribute("aria-rowcount") or 0)
+    page.locator("#treegrid").focus()
+    page.keyboard.press("End")
+    last = rows(page).last
+    expect(last).to_contain_text("that nobody reads from")

@@ -34,6 +34,31 @@ def at_start(folder: Path, code: str) -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
+class OtherThread:
+    """A thread of a Python process that takes a signal for it: the main thread is not woken by that."""
+
+    def __init__(self, folder: Path) -> None:
+        self.environment = at_start(folder, TAKES.format(told=str(folder / "told")))
+        """What the process is to be started with; its own children do not inherit it."""
+        self._told = folder / "told"
+        os.mkfifo(self._told)
+
+    def take(self, number: signal.Signals) -> None:
+        """Have the signal come to the thread."""
+        self._told.write_text(str(int(number)))
+
+
+TAKES = """
+import os, signal, threading
+del os.environ["PYTHONPATH"]
+def take():
+    with open({told!r}) as told:
+        number = int(told.read())
+    signal.pthread_kill(threading.get_ident(), number)
+threading.Thread(target=take, daemon=True).start()
+"""
+
+
 class RforkProcess:
     """``python -m MODULE ARGUMENTS`` in a process group of its own, its output read as it comes."""
 

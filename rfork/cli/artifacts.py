@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, err, out, print_json, reported, stopped_by_signal
+from rfork.cli.console import configure_logs, err, out, print_json, reported
 from rfork.cli.options import BindOption, EgressOption, HostOption, JsonOption, PlannerOption
 from rfork.cli.progress import Bar, sources_note
 from rfork.settings import ArtifactSettings, Settings
+from rfork.signals import stopped_by_signal, wait_until
 from rfork.wire import ForkProgress
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ def seed(
             while not stopped.is_set():
                 if giver.refresh():
                     _tell_given(giver, chosen, as_json=as_json)
-                stopped.wait(told.interval_s)
+                wait_until(stopped, for_s=told.interval_s)
             err.print("closing: readers may finish")
 
 

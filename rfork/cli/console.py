@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Iterator
 from typing import Final, NoReturn, TextIO, cast
@@ -166,26 +165,3 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-def stopped_by_signal() -> threading.Event:
-    """Set by SIGINT or SIGTERM from now on; the second one ends the process at once.
-
-    To be called before anybody is told that the command is ready: whoever was told may end it.
-    """
-    stopped = threading.Event()
-
-    def stop(number: int, frame: object) -> None:
-        stopped.set()
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
-    return stopped
-
-
-def wait_until(stopped: threading.Event) -> None:
-    """Block until it is set."""
-    # An untimed wait would keep Python from running the handler on some platforms.
-    while not stopped.wait(3600):
-        pass

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import configure_logs, out, print_json, reported, stopped_by_signal, wait_until
+from rfork.cli.console import configure_logs, out, print_json, reported
 from rfork.cli.loading import counted
 from rfork.cli.options import (
     BindOption,
@@ -26,6 +26,7 @@ from rfork.errors import ModelError, SettingsError, StorageError
 from rfork.image import ranges
 from rfork.image.chunks import Chunks
 from rfork.settings import Settings
+from rfork.signals import stopped_by_signal, wait_until
 from rfork.wire import ForkProgress
 
 if TYPE_CHECKING:

@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from rfork import settings as options
-from rfork.cli.console import (
-    configure_logs,
-    err,
-    out,
-    print_json,
-    reported,
-    stopped_by_signal,
-    wait_until,
-)
+from rfork.cli.console import configure_logs, err, out, print_json, reported
 from rfork.cli.loading import loading
 from rfork.cli.options import (
     BindOption,
@@ -24,6 +16,7 @@ from rfork.cli.options import (
     model_name,
 )
 from rfork.settings import Settings
+from rfork.signals import stopped_by_signal, wait_until
 
 
 def seed(

@@ -7,17 +7,10 @@ from typing import Annotated
 import typer
 
 from rfork import settings as options
-from rfork.cli.console import (
-    configure_logs,
-    err,
-    out,
-    print_json,
-    reported,
-    stopped_by_signal,
-    wait_until,
-)
+from rfork.cli.console import configure_logs, err, out, print_json, reported
 from rfork.cli.options import BindOption, HostOption, JsonOption, PlannerOption
 from rfork.settings import Settings, SidecarSettings
+from rfork.signals import stopped_by_signal, wait_until
 
 
 def sidecar(

@@ -16,6 +16,7 @@ from typing import Final
 
 from rfork.errors import SettingsError
 from rfork.logs import logger
+from rfork.signals import next_of
 
 log = logger(__name__)
 
@@ -34,13 +35,16 @@ class _Drained:
     """The engine may end."""
 
 
+_Event = signal.Signals | _Gone | _Drained
+
+
 def supervise(command: Sequence[str], environment: Mapping[str, str], drain: Drain) -> int:
     """Run the command to its end; returns its exit code, 128 + n where signal n ended it.
 
     The first SIGTERM begins to `drain`, and goes on to the engine after it; the second goes on at once. Call
     it on the main thread. Raises SettingsError where the command cannot be started.
     """
-    events: SimpleQueue[signal.Signals | _Gone | _Drained] = SimpleQueue()
+    events: SimpleQueue[_Event] = SimpleQueue()
 
     def heard(number: int, _: FrameType | None) -> None:
         events.put(signal.Signals(number))
@@ -60,7 +64,7 @@ def supervise(command: Sequence[str], environment: Mapping[str, str], drain: Dra
         ).start()
         terminated = 0
         while True:
-            event = events.get()
+            event = next_of(events)
             if isinstance(event, _Gone):
                 return int(event) if event >= 0 else 128 - event
             if isinstance(event, _Drained):

@@ -20,7 +20,7 @@ import torch
 from rfork.control.client import PlannerClient
 from rfork.engines.transformers import loaded_model, tokenizer_of
 from tests.conftest import StartRfork
-from tests.processes import RforkProcess
+from tests.processes import OtherThread, RforkProcess
 
 PROMPTS = ("The capital of France is", "fork() copies")
 SLOW = str(2 << 20)
@@ -190,6 +190,18 @@ def test_the_end_in_order(
             assert expected[0] == answer(connection)
         assert 0 == only.process.wait()
         assert [] == client.instances(model="tiny")
+
+
+def test_a_signal_that_another_thread_takes_ends_it(
+    server: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    """In order, though the thread that waits for it is not woken."""
+    thread = OtherThread(tmp_path / "patch")
+    only = server(tiny_model, **thread.environment)
+    only.event("ready")
+    thread.take(signal.SIGTERM)
+    assert 0 == only.process.wait()
+    assert "ended" == only.event("ended")["event"]
 
 
 def test_the_end_before_it_is_ready(server: StartServer, tiny_model: Path, bare: Path) -> None:

@@ -19,10 +19,10 @@ from rfork.settings import Settings
 from rfork.transport.http import HttpTransport
 from rfork.wire import ForkRequest, Rank
 from tests.conftest import StartRfork
-from tests.processes import RforkProcess
+from tests.processes import OtherThread, RforkProcess
 
 ENGINE = """#!{python}
-import importlib.metadata, os, signal, sys
+import importlib.metadata, os, signal, sys, time
 
 def say(*words):
     print(*words, flush=True)
@@ -40,7 +40,7 @@ say("engine has", sys.argv[1:], *told, points)
 if "--die" in sys.argv:
     os.kill(os.getpid(), signal.SIGKILL)
 while "--once" not in sys.argv:
-    signal.pause()
+    time.sleep(1)  # a signal that comes as it begins is heard when it ends
 sys.exit(3)
 """
 REPLICA = "server-1"
@@ -54,11 +54,17 @@ def launch(rfork_process: StartRfork, tmp_path: Path) -> Launch:
     engine.write_text(ENGINE.format(python=sys.executable))
     engine.chmod(0o755)
 
-    def start(*arguments: str, planner: str = "http://127.0.0.1:9", drain_s: str = "20") -> RforkProcess:
+    def start(
+        *arguments: str,
+        planner: str = "http://127.0.0.1:9",
+        drain_s: str = "20",
+        environment: dict[str, str] | None = None,
+    ) -> RforkProcess:
         options = ["--planner", planner, "--replica", REPLICA, "--drain-s", drain_s]
         return rfork_process(
-            "launch", *options, "--", str(engine), "serve", "model", *arguments, until="engine has"
-        )
+            "launch", *options, "--", str(engine), "serve", "model", *arguments,
+            until="engine has", environment=environment,
+        )  # fmt: skip
 
     return start
 
@@ -110,6 +116,14 @@ def test_other_signals_go_on_as_they_came(launch: Launch, number: signal.Signals
     process = launch()
     process.signal(number)
     assert (7, [f"engine got {number.name}"]) == (process.wait(), lines(process))
+
+
+def test_a_signal_that_another_thread_takes_goes_on(launch: Launch, tmp_path: Path) -> None:
+    """Though the launcher, which waits for news of the engine, is not woken by it."""
+    thread = OtherThread(tmp_path / "patch")
+    process = launch(environment=thread.environment)
+    thread.take(signal.SIGINT)
+    assert (7, ["engine got SIGINT"]) == (process.wait(), lines(process))
 
 
 def test_a_planner_that_is_away_does_not_hold_up_the_end(launch: Launch) -> None:

@@ -20,6 +20,7 @@ import logging
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
@@ -146,7 +147,8 @@ def serve(options: argparse.Namespace) -> None:
         try:
             service.generator = Generator(model, AutoTokenizer.from_pretrained(options.model))
             tell("ready", weights=report.line() if report is not None else "loaded by transformers")
-            threading.Event().wait()
+            while True:
+                time.sleep(1)  # no longer: a signal that comes as it begins is heard when it ends
         finally:
             service.leaving = True
             if report is not None and report.seed is not None:

@@ -22,7 +22,7 @@ import hashlib
 import json
 import signal
 import sys
-import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -137,7 +137,8 @@ def serve(options: argparse.Namespace) -> None:
         tokens, logits = continued(model)
         said = {"tokens": tokens, "logits": logits, "weights_id": report.weights_id}
         print(json.dumps({"event": "ready", "rank": rank, "weights": report.line(), **said}), flush=True)
-        threading.Event().wait()
+        while True:
+            time.sleep(1)  # no longer: a signal that comes as it begins is heard when it ends
     finally:
         if report.seed is not None:
             report.seed.close(report.seed.settings.drain_s)

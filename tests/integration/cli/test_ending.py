@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import StartRfork
 from tests.integration.cli.ended import Rfork
+from tests.processes import OtherThread
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -36,3 +38,17 @@ def test_whoever_is_told_that_it_is_ready_may_end_it(
     words = [word.format(model=tiny_model) for word in command]
     done = rfork(*words, "--planner", fleet, "--json", RFORK_DRAIN_S="0", RFORK_TRANSPORTS="http")
     assert (0, 1) == (done.code, len(told))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_another_thread_takes_ends_it(
+    rfork_process: StartRfork, fleet: str, tiny_model: Path, number: signal.Signals, tmp_path: Path
+) -> None:
+    """In order, though the thread that waits for it is not woken."""
+    thread = OtherThread(tmp_path / "patch")
+    process = rfork_process(
+        "seed", str(tiny_model), "--planner", fleet, "--json",
+        until='"ready"', environment={**thread.environment, "RFORK_DRAIN_S": "0"},
+    )  # fmt: skip
+    thread.take(number)
+    assert 0 == process.wait()

@@ -92,31 +92,24 @@ class Election:
         it waits for the end of `work` and gives the Lease up, so that the next leader need not wait. API
         servers that are away, refusals and conflicts are logged, once for each cause, and never raised.
         """
-        while True:
-            try:
+        try:
+            while True:
                 await self._acquire()
-            except asyncio.CancelledError:
-                await self._give_up()
-                raise
-            self._log.info("leads", identity=self.identity)
-            task, lost = asyncio.create_task(work(), name="rfork-leader"), False
-            try:
-                lost = await self._keep(task)
-            finally:
+                self._log.info("leads", identity=self.identity)
+                task = asyncio.create_task(work(), name="rfork-leader")
                 try:
-                    await _end(task)
-                except asyncio.CancelledError:
-                    lost = False  # or it may still be this one's by its name, and nobody would renew it
-                    raise
+                    lost = await self._keep(task)
                 finally:
-                    self._until = None
-                    if not lost:
-                        await self._give_up()
-            if not lost:
-                return await task
-            if not task.cancelled() and (error := task.exception()) is not None:
-                self._log.error("leader_failed", why=repr(error))
-            self._log.warning("leads_no_more", holder=self._holder)
+                    await _end(task)
+                if not lost:
+                    return await task
+                self._until = None
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    self._log.error("leader_failed", why=repr(error))
+                self._log.warning("leads_no_more", holder=self._holder)
+        finally:
+            self._until = None
+            await self._give_up()
 
     async def _acquire(self) -> None:
         """Wait until the Lease is held."""
@@ -180,7 +173,10 @@ class Election:
         return lease
 
     async def _give_up(self) -> None:
-        """Let others take the Lease at once, also where the last write was done and its answer never came."""
+        """Let others take the Lease at once, also where the last write was done and its answer never came.
+
+        What another holds by now is left alone.
+        """
         while self._asked:
             self._asked = False
             asked = self._cluster.write_lease(self._name, self._namespace, None, self._lease_s, self._version)

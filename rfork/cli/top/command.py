@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Annotated, Final
 
 import typer
@@ -83,6 +85,16 @@ def quits(typed: str) -> bool:
     return typed in QUIT or any(key in QUIT for key in typed if not typed.startswith(ESCAPE))
 
 
+@contextlib.contextmanager
+def _shown(live: Live) -> Iterator[None]:
+    """As `with live` does, which leaves the terminal's other screen on where its start is interrupted."""
+    try:
+        live.start(refresh=True)
+        yield
+    finally:
+        live.stop()
+
+
 def _live(url: str, watch: Watch) -> None:
     console = Output(highlight=False)
 
@@ -92,10 +104,8 @@ def _live(url: str, watch: Watch) -> None:
     try:
         with suspensions() as suspension:
             while True:
-                with (
-                    keys() as pressed,
-                    Live(screen(), console=console, screen=True, auto_refresh=False) as live,
-                ):
+                live = Live(screen(), console=console, screen=True, auto_refresh=False)
+                with keys() as pressed, _shown(live):
                     while not suspension.asked:
                         if quits(pressed.pressed(KEY_S)):
                             return

@@ -28,14 +28,14 @@ class Terminal:
         """How it is set."""
         return cast(list[object], termios.tcgetattr(self._theirs))
 
-    def start(self, *arguments: str) -> None:
+    def start(self, *arguments: str, **environment: str) -> None:
         """Run the command with this as its terminal."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rfork", *arguments],
             stdin=self._theirs,
             stdout=self._theirs,
             stderr=self._theirs,
-            env={**os.environ, "TERM": "xterm-256color"},
+            env={**os.environ, "TERM": "xterm-256color", **environment},
             preexec_fn=_own_terminal,
         )
 

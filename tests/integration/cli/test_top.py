@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from planner.service import running
 from rfork.control.client import PlannerClient
 from rfork.settings import PlannerSettings
 from tests.integration.cli.ended import Rfork
 from tests.integration.cli.terminal import Terminal
+from tests.processes import at_start
 from tests.unit.planner.builders import whole
 
 
@@ -46,6 +48,14 @@ def test_top_is_interrupted(terminal: Terminal, fleet: str) -> None:
     terminal.wait_for("forks under way")
     terminal.type("\x03")
     assert (0, terminal.before) == (terminal.end(), terminal.modes())
+
+
+def test_top_is_interrupted_in_its_first_picture(terminal: Terminal, fleet: str, tmp_path: Path) -> None:
+    """The terminal's other screen is left then too."""
+    first = "import rich.live\ndef refresh(self): raise KeyboardInterrupt\nrich.live.Live.refresh = refresh\n"
+    terminal.start("top", "--planner", fleet, **at_start(tmp_path / "patch", first))
+    assert (0, terminal.before) == (terminal.end(), terminal.modes())
+    assert terminal.text.count("\x1b[?1049h") == terminal.text.count("\x1b[?1049l") == 1
 
 
 def test_top_is_suspended(terminal: Terminal, fleet: str) -> None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Final
 
@@ -16,7 +16,7 @@ import uvicorn
 
 from planner.app import create_app
 from planner.hooks.beside import HooksBeside, hooks_beside
-from planner.listening import SHUTDOWN_S, address_of, listen
+from planner.listening import KEEP_ALIVE_S, SHUTDOWN_S, address_of, listen
 from rfork.errors import SettingsError
 from rfork.logs import logger
 from rfork.settings import LOOPBACK, PlannerSettings
@@ -32,10 +32,10 @@ def serve(settings: PlannerSettings, ready: Callable[[str], None] | None = None)
     """
     with (
         bind(settings) as listener,
-        _quiet_signals(),
+        _quiet_signals() as asked,
         hooks_beside(settings, url_of(settings, listener)) as hooks,
     ):
-        server = _server(settings, listener, ready, hooks)
+        server = _server(settings, listener, ready, hooks, asked)
         # The process is the planner's own: what was made until now, modules above all, lives as long as it.
         # Let no collection of garbage look through it again, for that holds the event loop.
         gc.collect()
@@ -79,18 +79,25 @@ def url_of(settings: PlannerSettings, listener: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """Says when it is up, and when it is about to go."""
+    """Says when it is up, and when it is about to go. Ends at once where it was `asked` to already."""
 
     def __init__(
-        self, config: uvicorn.Config, on_start: Callable[[], None], on_stop: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        on_start: Callable[[], None],
+        on_stop: Callable[[], None],
+        asked: Sequence[int],
     ) -> None:
         super().__init__(config)
         self._on_start = on_start
         self._on_stop = on_stop
+        self._asked = asked
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self.started:
+        # uvicorn hears signals by now: none comes after this look at those from before.
+        self.should_exit = self.should_exit or bool(self._asked)
+        if self.started and not self.should_exit:
             self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -103,6 +110,7 @@ def _server(
     listener: socket.socket,
     ready: Callable[[str], None] | None,
     hooks: HooksBeside | None = None,
+    asked: Sequence[int] = (),
 ) -> uvicorn.Server:
     log, tls, url = logger("planner"), settings.tls, url_of(settings, listener)
     app = create_app(settings)
@@ -117,6 +125,7 @@ def _server(
         ws="none",
         # Or a caller on this host could name any address as its own.
         proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_S,
         ssl_certfile=tls.certificate,
         ssl_keyfile=tls.key,
@@ -147,22 +156,26 @@ def _server(
         if hooks is not None:
             hooks.stop()
 
-    return _Server(config, started, stopping)
+    return _Server(config, started, stopping, asked)
 
 
 @contextlib.contextmanager
-def _quiet_signals() -> Iterator[None]:
-    """uvicorn stops at a signal and then raises it again: let that do nothing, for an exit in order."""
+def _quiet_signals() -> Iterator[list[int]]:
+    """uvicorn stops at a signal and then raises it again: let that do nothing, for an exit in order.
 
-    def ignore(number: int, frame: FrameType | None) -> None:
-        pass
+    One that comes before uvicorn hears of it stands in the list.
+    """
+    asked = list[int]()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
 
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield asked
         return
-    before = {number: signal.signal(number, ignore) for number in SIGNALS}
+    before = {number: signal.signal(number, note) for number in SIGNALS}
     try:
-        yield
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

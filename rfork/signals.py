@@ -3,6 +3,9 @@
 Python runs a signal's handler between two steps of the main thread. One that comes in the last moment before
 that thread begins to wait for a lock, or that the system gives to another thread, does not end the wait: its
 handler runs after it. A wait without end would lose the signal; these wait HEARD_S at a time.
+
+Nor may a handler take a lock that the main thread may hold just then, as that of a threading.Event is while
+the thread begins to wait for it: neither would ever go on. A SimpleQueue may be put into from anywhere.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-import threading
 import time
 from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
@@ -21,12 +23,36 @@ HEARD_S: Final = 1.0
 T = TypeVar("T")
 
 
-def stopped_by_signal() -> threading.Event:
+class Stopped:
+    """A flag that a signal's handler may set, whatever the main thread does just then."""
+
+    def __init__(self) -> None:
+        self._set = False
+        self._told: SimpleQueue[None] = SimpleQueue()
+
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        return self._set
+
+    def set(self) -> None:
+        """Set it for good, and wake who waits for it."""
+        self._set = True
+        self._told.put(None)
+
+    def wait(self, for_s: float) -> bool:
+        """Block until it is set, for so many seconds; returns whether it is. One thread waits at a time."""
+        if not self._set:
+            with contextlib.suppress(Empty):
+                self._told.get(timeout=for_s)
+        return self._set
+
+
+def stopped_by_signal() -> Stopped:
     """Set by SIGINT or SIGTERM from now on; the second one ends the process at once.
 
     To be called before anybody is told that the command is ready: whoever was told may end it.
     """
-    stopped = threading.Event()
+    stopped = Stopped()
 
     def stop(number: int, frame: object) -> None:
         stopped.set()
@@ -37,10 +63,10 @@ def stopped_by_signal() -> threading.Event:
     return stopped
 
 
-def wait_until(event: threading.Event, *, for_s: float = math.inf) -> bool:
+def wait_until(stopped: Stopped, *, for_s: float = math.inf) -> bool:
     """Block until it is set, by a handler too, for so many seconds; returns whether it is."""
     end = time.monotonic() + for_s
-    while not event.wait(min(HEARD_S, max(0, end - time.monotonic()))):
+    while not stopped.wait(min(HEARD_S, max(0, end - time.monotonic()))):
         if time.monotonic() >= end:
             return False
     return True

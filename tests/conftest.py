@@ -11,6 +11,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from tests.models import make_tiny_llama
 from tests.ports import free_port
@@ -25,6 +26,13 @@ UNHURRIED = hypothesis.settings(
 hypothesis.settings.register_profile("explore", UNHURRIED)
 hypothesis.settings.register_profile("rfork", UNHURRIED, derandomize=True)
 hypothesis.settings.load_profile("rfork")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis tries the constants of all modules that are loaded by then; which are is chance as well."""
+    if config.getoption("--hypothesis-profile") != "explore":
+        providers._get_local_constants = lambda: providers._local_constants
+
 
 StartRfork = Callable[..., RforkProcess]
 JOIN_S = 30.0

@@ -38,9 +38,11 @@ class FaultProxy:
         self._requests: list[str] = []
         self._bytes_sent = 0
         self._open: set[socket.socket] = set()
+        self._closed = False
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self._start(self._accept)
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     @property
     def port(self) -> int:
@@ -68,13 +70,15 @@ class FaultProxy:
         self.script.release()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()  # it starts the others
         self._listener.close()
         with self._lock:
+            self._closed = True
             for connected in self._open:
                 with suppress(OSError):
                     connected.shutdown(socket.SHUT_RDWR)
-        while self._threads:
-            self._threads.pop().join()
+        for thread in self._threads:
+            thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -110,6 +114,8 @@ class FaultProxy:
     def _serve(self, client: socket.socket) -> None:
         with client, socket.create_connection(self._target) as server:
             with self._lock:
+                if self._closed:  # it came as nobody took any more
+                    return
                 self._open |= {client, server}
             link = _Link(self, client, server)
             giving = threading.Thread(target=link.give, daemon=True)

@@ -35,6 +35,8 @@ IMAGE_BYTES: Final = {LLAMA: 16_060_522_496, QWEN: 32_763_871_232, MISTRAL: 47_1
 CHUNKS: Final = 120
 CHECKPOINT: Final = "file:///models/checkpoint"
 GB: Final = 1e9
+PATIENCE_S: Final = 30.0
+"""For each answer of the planner: the machine may be busy."""
 
 
 class FleetPlayer:
@@ -42,8 +44,8 @@ class FleetPlayer:
 
     def __init__(self, url: str, token: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._planner = PlannerClient(url, token=token)
-        self._http = httpx.Client(base_url=url, headers=headers, trust_env=False)
+        self._planner = PlannerClient(url, token=token, timeout_s=PATIENCE_S)
+        self._http = httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=PATIENCE_S)
         self.reports: dict[str, InstanceReport] = {}
         self._told: dict[str, ForkProgress] = {}
         self._telling = threading.Lock()
@@ -232,7 +234,7 @@ def play_busy_fleet(fleet: FleetPlayer) -> None:
         fleet.progress(name, 71 + tp, 2.2 * GB, plan, seconds=2.0)
     names = [hashlib.sha256(f"mistral {index}".encode()).hexdigest()[:32] for index in range(3)]
     colds = [fleet.ask(name, f"b2-n{index}", model=MISTRAL) for index, name in enumerate(names)]
-    for index, name in enumerate(names):
+    for index, name in reversed([*enumerate(names)]):
         fleet.progress(name, 31 - 3 * index, (0.9 - 0.02 * index) * GB, colds[index], seconds=2.0)
 
 

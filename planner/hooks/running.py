@@ -11,6 +11,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 
+from planner.hooks.heeding import heed_cancellation
 from planner.hooks.probes import HookMetrics, Status, probes_app
 from planner.listening import address_of, listen, serving
 from rfork.errors import MissingExtra, RforkError
@@ -132,6 +133,7 @@ class Hooks:
                 pause = least if self._monotonic() - began > most else pause
                 log.error("hook failed", hook=name, why=why, hint=error.hint, again_in_s=pause)
                 self._statuses[name].not_ready(f"it failed: {why}")
+            heed_cancellation()
             await self._sleep(pause)
             pause = min(2 * pause, most)
             self._statuses[name] = Status(name)

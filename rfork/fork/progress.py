@@ -1,7 +1,7 @@
 """Tells the planner and the caller how a fork goes, and keeps its leases alive, while it runs.
 
-Runs on the target, on a thread of its own: whatever the fork waits for, also its own loader, it is
-heard of.
+Runs on the target, on threads of its own: whatever the fork waits for, also its own loader, it is heard of.
+What the caller sees does not wait for the planner either.
 """
 
 from __future__ import annotations
@@ -52,34 +52,39 @@ class Reporter:
         self._watch = watch
         self._on_progress = on_progress
         self._done = threading.Event()
+        self._newest: ForkProgress | None = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Report while the block runs, and once more at its end."""
-        work = partial(self._work, here())
-        thread = threading.Thread(target=work, name="rfork-progress", daemon=True)
-        thread.start()
+        """Report while the block runs, and show how it stands once more at its end."""
+        threads = [
+            threading.Thread(target=partial(self._work, work, here()), name=name, daemon=True)
+            for name, work in (("rfork-progress", self._look), ("rfork-telling", self._tell_planner))
+        ]
+        for thread in threads:
+            thread.start()
         try:
             yield
         finally:
             self._done.set()
             # A planner that does not answer must not hold up a fork that is done.
-            thread.join(PROGRESS_S)
+            until = time.monotonic() + PROGRESS_S
+            for thread in threads:
+                thread.join(max(0.0, until - time.monotonic()))
 
-    def _work(self, trace: TraceContext | None) -> None:
+    def _work(self, work: Callable[[], None], trace: TraceContext | None) -> None:
         with within(trace):
-            self._run()
+            work()
 
-    def _run(self) -> None:
-        told_at = time.monotonic()
-        self.meter.add(told_at, 0)
+    def _look(self) -> None:
+        self.meter.add(time.monotonic(), 0)
         while True:
             last = self._done.wait(LOOK_S)
             now = time.monotonic()
             shares = self._puller.shares
             given = {share.source_id: share.verified_bytes for share in shares}
             self.meter.add(now, self._puller.bytes_timed, timed(given))
-            progress = ForkProgress(
+            self._newest = progress = ForkProgress(
                 verified=self._board.verified,
                 bytes_read=self._puller.bytes_read,
                 bytes_per_s=self.meter.last,
@@ -92,9 +97,11 @@ class Reporter:
             self._show(progress)
             if last:
                 return
-            if now - told_at >= PROGRESS_S:
-                told_at = now
-                self._tell(progress)
+
+    def _tell_planner(self) -> None:
+        while not self._done.wait(PROGRESS_S):
+            if self._newest is not None:
+                self._tell(self._newest)
 
     def _tell(self, progress: ForkProgress) -> None:
         try:
@@ -116,6 +123,6 @@ class Reporter:
             return
         try:
             self._on_progress(progress, self._board.chunks.image_bytes)
-        except Exception:  # what shows the progress may fail; this thread also renews the leases
+        except Exception:  # what shows the progress may fail; the planner is told of it all the same
             log.exception("progress not shown, and not shown again")
             self._on_progress = None

@@ -7,6 +7,7 @@ the caller's thread watches over both.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -38,6 +39,8 @@ log = logger(__name__)
 
 TICK_S = 0.25
 """How often stalls, silence and the deadline are looked at; events are acted on at once."""
+LATE_S = 2 * TICK_S
+"""Without a look for so long, this process was held up (stopped, or a call kept the interpreter)."""
 FIRST_RETRY_S = 0.2
 LEAST_REPLAN_S = 0.05
 UNCOVERED_S = 0.8
@@ -93,6 +96,8 @@ class Puller:
             board, self._schedule, self._digests, self._sources, giving, load_whole, self._changed, identity
         )
         self._complete_since: float | None = None
+        self._looked_at = self._judges_from = -math.inf
+        self._stood_still = False
         self._plans = 0
         self._ask_again: str | None = None
 
@@ -230,8 +235,9 @@ class Puller:
             raise DeadlinePassed(
                 f"the deadline passed with {len(self._board)} of {len(self._chunks)} chunks verified"
             )
-        self._resume.look(now, self.bytes_read)
-        self._sources.fail_stalled(now)
+        if self._judges(now):
+            self._resume.look(now, self.bytes_read)
+            self._sources.fail_stalled(now)
         at, relayed = self._sources.reading or (None, False)
         self._giving.say_reading((lambda: at) if at is not None else None, relayed=relayed)
         if not self._schedule.complete:
@@ -242,6 +248,19 @@ class Puller:
         if not self._sources.any_left or now - self._complete_since > 3 * self._settings.stall_s:
             self._complete_since = None
             self._digests.doubt()
+
+    def _judges(self, now: float) -> bool:
+        """Whether silence counts: not right after this process itself stood still for a while.
+
+        What the sources said meanwhile has yet to be heard; the threads that do so get a moment first.
+        """
+        late, self._looked_at = LATE_S < now - self._looked_at < math.inf, now
+        if late and not self._stood_still:
+            self._stood_still, self._judges_from = True, now + TICK_S
+        if now < self._judges_from:
+            return False
+        self._stood_still = False
+        return True
 
     def _ask(self) -> tuple[Plan | None, RforkError]:
         """One call to the planner: its plan, if any, and the error to end with if there is no route."""

@@ -90,6 +90,7 @@ class Answering(Suspending):
         """See `rfork.transport.base.Gate.admit`."""
         claims = self._leases.check(token, self.generation)
         if not self.board.holds(begin, end):
+            self._leases.check(token, self.generation)  # it may have been fenced between the two
             raise SourceBusy(f"bytes {begin}-{end} are not verified here yet")
         return claims.fork_id
 

@@ -31,6 +31,7 @@ from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings, TlsSettings, load
 from rfork.transport.base import Reader
 from rfork.transport.choice import choose
+from tests.processes import START_S
 
 Fact = str | int | list[int]
 Facts = dict[str, Fact]
@@ -73,7 +74,7 @@ class Node:
     def __init__(self, process: Popen[str], listener: socket.socket, log: Path) -> None:
         self.process = process
         self._log = log
-        listener.settimeout(PATIENCE_S)
+        listener.settimeout(START_S)
         with listener:
             self._connection, _ = listener.accept()
         self._connection.settimeout(PATIENCE_S)

@@ -19,6 +19,7 @@ from rfork.seed.readings import Readings
 from rfork.settings import Settings
 from rfork.transport.base import Endpoint
 from rfork.transport.cuda_ipc import CudaIpcTransport
+from rfork.transport.cuda_ipc import exporter as exporting
 from rfork.transport.cuda_ipc.driver import KINDS, Kind
 from rfork.transport.cuda_ipc.exporter import CudaIpcExporter
 from tests.fake_cuda import FakeDriver, FakeMemory, image_in
@@ -144,6 +145,7 @@ def _read(sizes: Sequence[int], settings: Settings, endpoint: Endpoint) -> None:
 
 if __name__ == "__main__":
     wanted = json.loads(sys.argv[1])
+    exporting.LET_GO_S = 60.0  # type: ignore[misc]  # a reader that is alive may be on a busy machine
     if wanted["side"] == "source":
         _source(wanted["sizes"], wanted["on_host"], wanted["kind"], wanted["align"], Settings())
     elif wanted["side"] == "sources":

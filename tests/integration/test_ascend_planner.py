@@ -121,13 +121,15 @@ def test_a_malformed_request_is_refused_over_the_wire() -> None:
         assert (400, "SEED_PORT is no number from 1 to 65535", b"") == (status, told["RFORK_REASON"], body)
 
 
-def wait_until_ended(url: str, count: int) -> None:
-    """Until this replica knows of so many forks that finished; TimeoutError where it does not."""
+def wait_until_known(url: str, *, forks: int, ended: int) -> None:
+    """Until this replica knows of so many forks, so many of them finished; TimeoutError where it does not."""
     give_up = time.monotonic() + 20
     with PlannerClient(url) as planner:
-        while [fork.state for fork in planner.forks()].count("finished") < count:
+        while len(states := [fork.state for fork in planner.forks()]) < forks or (
+            states.count("finished") < ended
+        ):
             if time.monotonic() > give_up:
-                raise TimeoutError(f"{url} does not know of {count} forks that finished")
+                raise TimeoutError(f"{url} knows of {states}")
 
 
 def test_two_planners_over_one_redis_give_no_seed_twice(redis_server: RedisServer) -> None:
@@ -138,9 +140,9 @@ def test_two_planners_over_one_redis_give_no_seed_twice(redis_server: RedisServe
             add(left, number)
         answers = list(clients.map(get, [left, right] * 6))
         held = [told for status, told, _ in answers if status == 200]
-        wait_until_ended(right, 9)
+        wait_until_known(right, forks=12, ended=9)
         returned = [post(right, "/put_seed", each) for each in held]
-        wait_until_ended(left, 12)
+        wait_until_known(left, forks=12, ended=12)
         assert (["10.0.0.1", "10.0.0.2", "10.0.0.3"], 9, [200, 200, 200], 404, 200) == (
             sorted(each["SEED_IP"] for each in held),
             [status for status, _, _ in answers].count(404),

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +23,15 @@ import pytest
 from benchmarks import netlab
 from benchmarks.netlab import Lab
 from rfork.transport.transfer_engine.library import library_state
-from tests.integration.bad_peer_node import Facts, Lease, Node, pattern, start_node, takes_connections
+from tests.integration.bad_peer_node import (
+    PATIENCE_S,
+    Facts,
+    Lease,
+    Node,
+    pattern,
+    start_node,
+    takes_connections,
+)
 
 STATE = library_state()
 WHY_NOT = f"mooncake cannot be used: {STATE.error}" if STATE.error else netlab.why_not()
@@ -75,19 +85,41 @@ class Scene:
         there = self.lab.address("seed")
         return self.at(host, lambda: [socket.create_connection((there, port), 5.0) for port in self.engine])
 
-    def send(self, host: str, message: bytes, answer: int = 0) -> bytes:
-        """Send this to both ports of the seed's engine; up to so many bytes that each answered."""
+    def send(self, host: str, message: bytes, answer: int = 0, within_s: float = 0.3) -> bytes:
+        """Send this to both ports of the seed's engine; up to so many bytes that came back in time."""
         there = self.lab.address("seed")
-        return self.at(host, lambda: b"".join(exchange(there, port, message, answer) for port in self.engine))
+        return self.at(host, lambda: exchange(there, self.engine, message, answer, within_s))
+
+    def read(self, expected: bytes) -> bytes:
+        """What the reader's host reads at the start of the weights, as soon as it is that."""
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            size = len(expected)
+            got = self.send("reader", request(READ, self.memory, size), size, PATIENCE_S)
+            if got == expected or time.monotonic() > until:
+                return got
 
 
-def exchange(host: str, port: int, message: bytes, most: int) -> bytes:
-    """Send a message on a connection of its own; up to `most` bytes that came soon."""
-    received = b""
-    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=0.3) as connection:
-        connection.sendall(message)
-        while len(received) < most and (part := connection.recv(most - len(received))):
-            received += part
+def exchange(host: str, ports: list[int], message: bytes, most: int, within_s: float) -> bytes:
+    """Send a message on a connection to each port; up to `most` bytes that came in that time."""
+    received, until = b"", time.monotonic() + within_s
+    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as answering:
+        for port in ports:
+            with contextlib.suppress(OSError):
+                connection = stack.enter_context(socket.create_connection((host, port), timeout=within_s))
+                connection.sendall(message)
+                answering.register(connection, selectors.EVENT_READ, connection)
+        while len(received) < most and answering.get_map():
+            ready = answering.select(max(0.0, until - time.monotonic()))
+            for key, _ in ready:
+                part = b""
+                with contextlib.suppress(OSError):
+                    part = key.data.recv(most - len(received))
+                received += part
+                if not part:
+                    answering.unregister(key.fileobj)
+            if not ready:
+                break
     return received
 
 
@@ -216,13 +248,15 @@ def test_a_stranger_reads_and_writes_nothing(scene: Scene) -> None:
 def test_a_host_that_was_let_in_reads_and_writes(scene: Scene) -> None:
     """What is left: any process of the reader's host gets at the weights as long as a channel is open."""
     scene.open()
-    before = scene.send("reader", request(READ, scene.memory, 4), 4)
+    whole = bytes(pattern(4).tolist())
+    before = scene.read(whole)
     scene.send("reader", request(WRITE, scene.memory, 4) + b"evil")
-    changed = scene.send("reader", request(READ, scene.memory, 4), 4)
+    changed = scene.read(b"evil")
     scene.send("reader", request(WRITE, scene.memory, 4) + before)
+    scene.read(before)
     right = scene.reader.ask("read")
     scene.reader.ask("close")
-    assert (bytes(pattern(4).tolist()), b"evil", {"right": 1}) == (before, changed, right)
+    assert (whole, b"evil", {"right": 1}) == (before, changed, right)
 
 
 def test_a_reader_whose_channel_ended_is_out(scene: Scene) -> None:
@@ -237,7 +271,7 @@ def test_a_reader_whose_channel_ended_is_out(scene: Scene) -> None:
 
 def test_a_reader_whose_lease_ended_is_out(scene: Scene) -> None:
     """Nobody has to ask: the channel ends with the lease, and the way in with the channel."""
-    scene.open("fork-2", lives_s=4.0)
+    scene.open("fork-2", lives_s=8.0)
     held = scene.connected("reader")
     ended = scene.reader.ask("wait_end")
     cut = [hung_up(connection) for connection in held]

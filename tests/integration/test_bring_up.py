@@ -18,7 +18,7 @@ from rfork.control.client import PlannerClient
 from rfork.image import ranges
 from rfork.image.chunks import MIB
 from tests.conftest import StartRfork
-from tests.integration.engine_node import EngineNode, proof_of
+from tests.integration.engine_node import ANSWER_S, EngineNode, proof_of
 
 READY = r'"event": ?"ready"'
 LOADING = "loading for all that wait"
@@ -31,7 +31,7 @@ class Fleet:
     """A planner, and toy engines of one model."""
 
     def __init__(self, start: StartRfork, folder: Path) -> None:
-        environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "3"}
+        environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "8"}
         planner = start("planner", "--port", "0", "--json", until=READY, environment=environment)
         self.url = cast(str, json.loads(planner.wait_for(rf"^.*{READY}.*$").group())["url"])
         self.client = PlannerClient(self.url)
@@ -261,4 +261,4 @@ def elected(nodes: list[EngineNode]) -> EngineNode:
 
     for node in nodes:
         threading.Thread(target=look, args=(node,), daemon=True).start()
-    return found.get(timeout=60)
+    return found.get(timeout=ANSWER_S)

@@ -60,7 +60,8 @@ class Group:
         self._gate = folder / "gate"
         os.mkfifo(self._gate)
         self._gated = at_start(folder / "patch", GATE.format(gate=str(self._gate)))
-        environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "3"}
+        # Soon enough for who waits for one that was killed; one that this machine holds up is not lost by it.
+        environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "8"}
         planner = start("planner", "--port", "0", "--json", until=READY, environment=environment)
         self.url = cast(str, json.loads(planner.wait_for(rf"^.*{READY}.*$").group())["url"])
         self.client = PlannerClient(self.url)

@@ -27,7 +27,8 @@ PLAIN = {
     "RFORK_STORAGE_STREAMS": "1",
     "RFORK_STORAGE_HEDGE": "0",
     "RFORK_STORAGE_ATTEMPTS": "2",
-    "RFORK_STORAGE_TIMEOUT_S": "60",
+    "RFORK_STORAGE_TIMEOUT_S": "120",
+    "RFORK_STORAGE_STALL_S": "120",
 }
 """One request after the other, and each once where nothing fails: they can be counted."""
 IMPATIENT = """

@@ -29,7 +29,7 @@ from tests.storage_server import StorageServer
 from tests.tensor_samples import KEY, PASSWORD, Raw, all_raw
 
 TENSORS = {f"layers.{number}.weight": torch.full((300_000,), float(number)) for number in range(8)}
-QUICK = StorageSettings(timeout_s=0.5, attempts=3, hedge=0)
+FEW = StorageSettings(attempts=3, hedge=0)
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_a_web_servers_faults_are_survived(written: bytes) -> None:
         server.script.then(
             None, Reset(after=1000), Status(503), Truncate(after=500_000), None, Reset(), path="model"
         )
-        with TensorizerSource.open(server.url("model.tensors"), settings=QUICK) as opened:
+        with TensorizerSource.open(server.url("model.tensors"), settings=FEW) as opened:
             assert all_raw(TENSORS) == all_raw(opened.stream())
 
 
@@ -192,7 +192,7 @@ def test_a_file_replaced_on_a_web_server_is_noticed(written: bytes) -> None:
     """Another file under the name, in the middle of the read: it is said, and no tensor is mixed."""
     with (
         StorageServer({"model.tensors": written}) as server,
-        TensorizerSource.open(server.url("model.tensors"), settings=QUICK) as opened,
+        TensorizerSource.open(server.url("model.tensors"), settings=FEW) as opened,
     ):
         server.script.then(Replace(written[::-1], after=1000))
         with pytest.raises(StorageChanged):
@@ -203,7 +203,7 @@ def test_one_tensor_costs_its_own_bytes_on_the_wire(written: bytes) -> None:
     """Specs are the index, and one tensor of eight is an eighth of the file."""
     with (
         StorageServer({"model.tensors": written}) as server,
-        TensorizerSource.open(server.url("model.tensors"), settings=QUICK) as opened,
+        TensorizerSource.open(server.url("model.tensors"), settings=FEW) as opened,
     ):
         begun = server.bytes_sent
         assert TENSORS.keys() == opened.specs.keys()
@@ -215,11 +215,11 @@ def test_one_tensor_costs_its_own_bytes_on_the_wire(written: bytes) -> None:
 def test_a_presigned_urls_secret_is_in_no_error(written: bytes) -> None:
     """The query of a URL opens the file and is named nowhere."""
     with StorageServer({"model.tensors": written[:-1], "ok.tensors": written}) as server:
-        with TensorizerSource.open(server.url("ok.tensors?sig=SECRET"), settings=QUICK) as opened:
+        with TensorizerSource.open(server.url("ok.tensors?sig=SECRET"), settings=FEW) as opened:
             assert all_raw(TENSORS) == all_raw(opened.stream())
             assert "SECRET" not in opened.uri
         server.script.always(Status(403), path="other")
         for name in ("model.tensors", "other.tensors", "none.tensors"):
             with pytest.raises(StorageError) as raised:
-                TensorizerSource.open(server.url(f"{name}?sig=SECRET"), settings=QUICK)
+                TensorizerSource.open(server.url(f"{name}?sig=SECRET"), settings=FEW)
             assert "SECRET" not in f"{raised.value} {raised.value.hint} {raised.value.__cause__}"

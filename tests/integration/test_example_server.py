@@ -20,7 +20,7 @@ import torch
 from rfork.control.client import PlannerClient
 from rfork.engines.transformers import loaded_model, tokenizer_of
 from tests.conftest import StartRfork
-from tests.processes import OtherThread, RforkProcess
+from tests.processes import OtherThread, RforkProcess, at_start
 
 PROMPTS = ("The capital of France is", "fork() copies")
 SLOW = str(2 << 20)
@@ -28,6 +28,21 @@ SLOW = str(2 << 20)
 TOKENS = 8
 ANSWER_S = 60.0
 COMMIT = "1" * 40
+DROPPED = """
+import signal
+handle = signal.signal
+
+def dropped(number, handler):
+    def handled(*arguments):
+        try:
+            handler(*arguments)
+        except KeyboardInterrupt:
+            pass
+    return handle(number, handled if callable(handler) else handler)
+
+signal.signal = dropped
+"""
+"""What a server runs at its start that hears of signals where no exception leads out."""
 
 
 class Server:
@@ -86,7 +101,7 @@ StartServer = Callable[..., Server]
 @pytest.fixture
 def planner(rfork_process: StartRfork) -> str:
     """A planner that forgets within the test what a test kills."""
-    environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "3"}
+    environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "8"}
     process = rfork_process("planner", "--port", "0", "--json", environment=environment)
     line = process.wait_for(r'^.*"event": ?"ready".*$').group()
     return cast(dict[str, str], json.loads(line))["url"]
@@ -202,6 +217,20 @@ def test_a_signal_that_another_thread_takes_ends_it(
     thread.take(signal.SIGTERM)
     assert 0 == only.process.wait()
     assert "ended" == only.event("ended")["event"]
+
+
+def test_a_signal_whose_exception_is_dropped_ends_it(
+    server: StartServer, tiny_model: Path, bare: Path, tmp_path: Path
+) -> None:
+    """It came as a weak reference's callback ran: the fork is finished, and nothing is served."""
+    first = server(tiny_model, RFORK_EGRESS_RATE=SLOW)
+    first.event("ready")
+    second = server(bare, **at_start(tmp_path / "patch", DROPPED))
+    second.event("listening")
+    second.process.signal(signal.SIGTERM)
+    assert 0 == second.process.wait()
+    assert "ended" == second.event("ended")["event"]
+    assert '"ready"' not in second.process.stdout
 
 
 def test_the_end_before_it_is_ready(server: StartServer, tiny_model: Path, bare: Path) -> None:

@@ -95,7 +95,7 @@ def test_the_same_with_curl(planner: str, seed: RforkProcess) -> None:
         pytest.skip("NO curl ON PATH: watch.sh is NOT tested")
     done = subprocess.run(
         [str(EXAMPLES / "rest" / "watch.sh")],
-        env={**ENVIRONMENT, "RFORK_PLANNER": planner, "SECONDS_OF_EVENTS": "1"},
+        env={**ENVIRONMENT, "RFORK_PLANNER": planner, "SECONDS_OF_EVENTS": "5"},
         capture_output=True,
         text=True,
         timeout=60,

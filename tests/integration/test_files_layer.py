@@ -113,7 +113,7 @@ class Image:
         """The image's Python, in an environment that has PYTHONPATH and these variables."""
         environment = {"PYTHONPATH": str(self.files / "path"), "PATH": os.defpath, **variables}
         command = [str(self.python), "-B", *map(str, arguments)]
-        return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=120)
 
     def told(self, code: str, **variables: str) -> list[str]:
         """The lines that a program prints, which has to end well."""
@@ -128,7 +128,7 @@ class Image:
             "PATH": f"{self.python.parent}{os.pathsep}{os.defpath}",
         }
         command = ["/bin/sh", str(self.files / "bin" / "rfork"), *arguments]
-        return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")

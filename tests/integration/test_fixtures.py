@@ -5,14 +5,19 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
 import rfork
+from tests import ports
 from tests.conftest import StartRfork
 from tests.processes import RforkProcess
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_tiny_model_is_a_checkpoint_of_several_shards(tiny_model: Path) -> None:
@@ -35,6 +40,14 @@ def test_free_port_can_be_listened_on(free_port: int) -> None:
     """A server can take the port at once."""
     with socket.create_server(("127.0.0.1", free_port)) as server:
         assert free_port == server.getsockname()[1]
+
+
+def test_no_other_process_of_tests_takes_the_same_port(free_port: int) -> None:
+    """Nor this one again: the server that it is for may bind it only later."""
+    code = f"from tests import ports; ports._reserved({free_port})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "BlockingIOError" in done.stderr
+    assert not ports._reserved(free_port)
 
 
 def test_process_is_waited_for_by_its_lines(rfork_process: StartRfork) -> None:

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 
@@ -110,7 +110,8 @@ def reaches(port: int, address: str, stack: ExitStack) -> bool:
     except OSError:
         return False
     stack.enter_context(closing(connection))
-    connection.sendall(bytes(8) + os.urandom(1016))  # as the first rank, then anything
+    with suppress(OSError):  # it may be cut as soon as it is taken
+        connection.sendall(bytes(8) + os.urandom(1016))  # as the first rank, then anything
     return True
 
 

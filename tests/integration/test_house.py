@@ -30,7 +30,7 @@ def imported_with(packages: list[str], watched: list[str]) -> list[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=90,
+        timeout=150,
     )
     assert (0, "") == (done.returncode, done.stderr)
     imported: list[str] = json.loads(done.stdout)

@@ -35,6 +35,8 @@ from tests.integration.weights_node import CHECKPOINT, CHUNKS, MODEL, Message, N
 READY = r'"event": ?"ready"'
 SLOW = {"RFORK_EGRESS_RATE": str(2 << 20)}
 """A fork of all 12 MiB takes seconds: time to change what it reads."""
+SLOWER = {"RFORK_EGRESS_RATE": str(1 << 20)}
+"""The same where two give it."""
 ONE_READER = {"RFORK_MAX_READERS": "1"}
 """The second target has to read from the first."""
 Answer = Future[Manifest]
@@ -129,6 +131,7 @@ def test_an_update_under_a_reader_that_opens_its_channel(fleet: Fleet) -> None:
     """A target that has a plan for the old weights, and no byte yet, gets the new ones."""
     seed, _ = fleet.seed(**SLOW)
     target = fleet.node()
+    target.ask("id")  # it is up: a planner forgets who is silent for as long as that may take
     seed.signal(signal.SIGSTOP)
     try:
         target.ask("fork")
@@ -144,7 +147,7 @@ def test_an_update_under_a_reader_that_opens_its_channel(fleet: Fleet) -> None:
 
 def test_a_silent_write_to_one_of_two_seeds(fleet: Fleet) -> None:
     """Its reader finds out by the digest, has it kept from others, and gets the bytes from the other."""
-    seeds = {name: node for node, name in (fleet.seed(**SLOW) for _ in range(2))}
+    seeds = {name: node for node, name in (fleet.seed(**SLOWER) for _ in range(2))}
     target = fleet.node()
     target.ask("fork")
     target.wait_for_chunks(1)
@@ -170,7 +173,7 @@ def test_a_silent_write_to_the_only_seed(fleet: Fleet) -> None:
 
 def test_a_silent_write_to_a_relay(fleet: Fleet) -> None:
     """Its memory goes bad after it was verified: its reader blames it, and reads from the root."""
-    seed, relay, target = fleet.chain(relay={"RFORK_EGRESS_RATE": str(1 << 20)})
+    seed, relay, target = fleet.chain(relay=SLOWER)
     relay.wait_for_chunks(CHUNKS // 2)
     relay.ask("write", CHUNKS // 2 - 1)
     report = target.ask("report")

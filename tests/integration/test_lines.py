@@ -257,7 +257,7 @@ def test_a_fence_ends_lines(over_grpc: Scene) -> None:
 
 def test_a_lease_that_ends_ends_its_line(over_grpc: Scene) -> None:
     """A reader that is silent holds a thread of the seed no longer than its lease."""
-    peer = over_grpc.dial(over_grpc.token("fork-2", lives_s=0.5))
+    peer = over_grpc.dial(over_grpc.token("fork-2", lives_s=4.0))
     line = peer.talk(peer.open(over_grpc.seed.image.layout.layout_id, ("memory",), soon())[0])
     with pytest.raises(SourceError):
         line.receive(soon())

@@ -12,12 +12,13 @@ import httpx
 from rfork.control.client import PlannerClient
 from rfork.wire import PreviewPage, ScaleUp
 from tests.conftest import StartRfork
+from tests.gates import Gate
 
 READY = r'"event": ?"ready"'
 PATIENCE_S = 60.0
 
 
-def test_forks_read_as_it_was_said(rfork_process: StartRfork, tiny_model: Path) -> None:
+def test_forks_read_as_it_was_said(rfork_process: StartRfork, tiny_model: Path, tmp_path: Path) -> None:
     """Two come together: each reads half from the seed and half from the other, for the chunks are few."""
     environment = {"RFORK_PLANNER_GATHER_S": "8"}
     planner = rfork_process("planner", "--port", "0", "--json", until=READY, environment=environment)
@@ -33,10 +34,19 @@ def test_forks_read_as_it_was_said(rfork_process: StartRfork, tiny_model: Path) 
     httpx.post(
         f"{url}/v1/scaleups", json=scaleup.model_dump(mode="json"), trust_env=False, timeout=PATIENCE_S
     ).raise_for_status()
+    gates = [Gate(tmp_path / f"t{n}") for n in (1, 2)]
     pulls = [
-        rfork_process("pull", *common, environment=own | {"RFORK_REPLICA": f"p{n}", "RFORK_HOST": f"h{n}"})
-        for n in (1, 2)
+        rfork_process(
+            "pull",
+            *common,
+            environment={**own, "RFORK_REPLICA": f"p{n}", "RFORK_HOST": f"h{n}", **gate.environment},
+        )
+        for n, gate in enumerate(gates, 1)
     ]
+    for gate, pull in zip(gates, pulls, strict=True):
+        gate.reached(pull)
+    for gate in gates:
+        gate.open()
     assert [0, 0] == [pull.wait() for pull in pulls]
     with PlannerClient(url) as client:
         plans = [fork.plan for fork in client.forks()]

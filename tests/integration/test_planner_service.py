@@ -28,6 +28,18 @@ from rfork.settings import PlannerSettings
 serve(PlannerSettings(port=0), lambda url: print(url, flush=True))
 print("ended in order", flush=True)
 """
+EARLY = """
+import os, signal
+import planner.service
+make = planner.service.create_app
+
+def told(settings):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return make(settings)
+
+planner.service.create_app = told
+"""
+"""What a planner runs at its start, that is told to stop before it is up."""
 PROGRESS = ForkProgress(verified=((0, 6),), bytes_read=6 << 20, bytes_per_s=1.0)
 
 
@@ -120,6 +132,14 @@ def test_a_signal_ends_it_in_order(number: signal.Signals) -> None:
                 assert ("ended in order\n", 0) == (process.stdout.read(), process.wait(30))
         finally:
             process.kill()
+
+
+def test_a_signal_before_it_is_up_ends_it_too() -> None:
+    """In order, and nobody hears that it is ready."""
+    told = subprocess.run(
+        [sys.executable, "-c", EARLY + SERVE], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert "ended in order\n" == told.stdout
 
 
 def test_the_planner_needs_no_torch() -> None:

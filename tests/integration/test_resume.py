@@ -25,12 +25,14 @@ from rfork.seed.seed import Identity
 from rfork.storage.claim import claim
 from rfork.storage.spool import PAGE, RECORD
 from tests.conftest import StartRfork
-from tests.processes import RforkProcess
+from tests.processes import RforkProcess, at_start
 
 SLOW = str(2 << 20)
 """Bytes a second at which the tiny model (9 MB) takes seconds: time to kill whoever reads it."""
 READY = r'"event": ?"ready"'
 SHARED_MEMORY = Path("/dev/shm")
+PATIENT = "import rfork.fork.keeper as keeper\nkeeper.PATIENCE_S = 60.0\n"
+"""A target waits for what was kept, however slow this machine's disk is just then."""
 
 Report = dict[str, object]
 
@@ -38,8 +40,9 @@ Report = dict[str, object]
 class Fleet:
     """A planner, seeds, and targets that keep what they have in one folder."""
 
-    def __init__(self, start: StartRfork, model: Path, folder: Path) -> None:
+    def __init__(self, start: StartRfork, model: Path, folder: Path, patient: dict[str, str]) -> None:
         self._start = start
+        self._patient = patient
         self._model = model
         self.folder = folder
         environment = {"RFORK_PLANNER_HEARTBEAT_S": "0.5", "RFORK_PLANNER_FORGET_S": "3"}
@@ -57,26 +60,35 @@ class Fleet:
         """A target."""
         arguments = ["pull", str(self._model), "--name", "tiny", "--planner", self.url, "--json", "--sha256"]
         more = {"RFORK_TRANSPORTS": "http", "RFORK_WINDOW": "1", "RFORK_RESUME": str(self.folder)}
-        return self._start(*arguments, environment=more)
+        return self._start(*arguments, environment={**more, **self._patient})
 
     def killed(self, chunks: int) -> None:
         """Start a target, and kill it once it has verified so many chunks of eight, but not all."""
         process = self.pull()
         process.wait_for(rf"fork tiny: [{chunks}-7]\.\d+ MB of")
-        give_up = time.monotonic() + 30
-        # What is kept comes later than what is verified: as late as this machine has no time for it.
-        while self.recorded() < chunks - 1 and time.monotonic() < give_up:
-            time.sleep(0.01)
+        self.wait_recorded(1, chunks - 1)
         process.signal(signal.SIGKILL)
         process.wait()
 
-    def recorded(self) -> int:
-        """The chunks that the one spool in the folder has records of, while a target writes it."""
-        (path,) = self.folder.iterdir()
-        with path.open("rb") as file:
-            file.seek(PAGE)
-            records = file.read(PAGE)
-        return sum(any(records[at : at + RECORD.size]) for at in range(0, len(records), RECORD.size))
+    def wait_recorded(self, spools: int, chunks: int) -> None:
+        """Wait until so many spools have records of so many chunks.
+
+        What is kept comes later than what is verified: as late as this machine has no time for it.
+        """
+        give_up = time.monotonic() + 30
+        while sum(count >= chunks for count in self.recorded()) < spools and time.monotonic() < give_up:
+            time.sleep(0.01)
+
+    def recorded(self) -> list[int]:
+        """How many chunks each spool in the folder has records of, while targets write them."""
+        counts = []
+        for path in self.folder.iterdir():
+            with path.open("rb") as file:
+                file.seek(PAGE)
+                records = file.read(PAGE)
+            steps = range(0, len(records), RECORD.size)
+            counts.append(sum(any(records[at : at + RECORD.size]) for at in steps))
+        return counts
 
     def kept(self, image: Image) -> list[int]:
         """The chunks that the next target finds, with the bytes of this image."""
@@ -106,9 +118,12 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def fleet(rfork_process: StartRfork, tiny_model: Path, folder: Path) -> Iterator[Fleet]:
+def fleet(
+    rfork_process: StartRfork, tiny_model: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
     """A planner that knows nobody yet."""
-    made = Fleet(rfork_process, tiny_model, folder)
+    patient = at_start(tmp_path_factory.mktemp("start") / "patch", PATIENT)
+    made = Fleet(rfork_process, tiny_model, folder, patient)
     yield made
     made.client.close()
 
@@ -188,6 +203,7 @@ def test_two_targets_in_one_folder(fleet: Fleet, right: Image) -> None:
     processes = [fleet.pull() for _ in range(2)]
     for process in processes:
         process.wait_for(r"fork tiny: [2-7]\.\d+ MB of")
+    fleet.wait_recorded(2, 1)
     for process in processes:
         process.signal(signal.SIGKILL)
         process.wait()

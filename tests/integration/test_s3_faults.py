@@ -29,7 +29,7 @@ def test_reads_go_on_after_a_failure(s3: SeaweedServer, s3_store: OpenStore, fau
     """A read whose connection breaks, stalls or is put off gives the right bytes all the same."""
     data = random_bytes(3 * MIB)
     put(s3_store(), "blob", data)
-    timeout_s = 1.0 if isinstance(faults[0], Stall) else 10.0
+    timeout_s = 4.0 if isinstance(faults[0], Stall) else 10.0
     with (
         FaultProxy(s3.port) as proxy,
         closing(s3_store(s3_endpoint=proxy.url, timeout_s=timeout_s, hedge=0).open("blob")) as blob,
@@ -65,7 +65,7 @@ def test_a_write_that_stalls(s3: SeaweedServer, s3_store: OpenStore) -> None:
     """A blob that the service took and did not answer for is sent again."""
     with FaultProxy(s3.port) as proxy:
         proxy.script.then(Stall(after=None), path="PUT ")
-        put(s3_store(s3_endpoint=proxy.url, timeout_s=1.0), "blob", b"abc")
+        put(s3_store(s3_endpoint=proxy.url, timeout_s=4.0), "blob", b"abc")
         assert 2 == len(proxy.seen("PUT "))
     assert b"abc" == get(s3_store(), "blob")
 

@@ -24,6 +24,7 @@ from rfork.control.client import PlannerClient
 from rfork.settings import PlannerSettings, Settings
 from rfork.wire import Plan, ScaleUp, ScaleUpView
 from tests.conftest import StartRfork
+from tests.gates import Gate
 from tests.processes import RedisServer, RforkProcess
 from tests.unit.planner.builders import ask, report, whole
 
@@ -75,9 +76,9 @@ def plans_of(url: str) -> dict[float, int]:
 
 @pytest.mark.parametrize(("announced", "expected"), [(True, {4.0: 1}), (False, {})])
 def test_forks_that_were_announced_share_one_plan(
-    rfork_process: StartRfork, tiny_model: Path, announced: bool, expected: dict[float, int]
+    rfork_process: StartRfork, tiny_model: Path, tmp_path: Path, announced: bool, expected: dict[float, int]
 ) -> None:
-    """Three real forks, the next one begun a while after the last: one plan for three, or one each."""
+    """Three real forks, the next one asking a while after the last: one plan for three, or one each."""
     # Without a window: those that are not announced are planned as they come, however close.
     environment = {"RFORK_PLANNER_GATHER_S": GATHER_S, "RFORK_PLANNER_BATCH_S": "0"}
     planner = rfork_process("planner", "--port", "0", "--json", until=READY, environment=environment)
@@ -87,9 +88,12 @@ def test_forks_that_were_announced_share_one_plan(
     if announced:
         view = announce(url, 3)
         assert (1, "they fork from 1 seed") == (view.seeds, view.reason)
-    pulls = []
-    for _ in range(3):
-        pulls.append(rfork_process("pull", *common, "--sha256", environment=own))
+    gates = [Gate(tmp_path / f"t{number}") for number in range(3)]
+    pulls = [rfork_process("pull", *common, "--sha256", environment=own | gate.environment) for gate in gates]
+    for gate, pull in zip(gates, pulls, strict=True):
+        gate.reached(pull)
+    for gate in gates:
+        gate.open()
         threading.Event().wait(APART_S)
     codes = [pull.wait() for pull in pulls]
     digests = {json.loads(pull.stdout.splitlines()[-1])["sha256"] for pull in pulls}

@@ -67,12 +67,13 @@ def client_of(
     engine: StockEngine | None = None,
     model: str = MODEL,
     wait_s: float = 0.0,
+    patience_s: float = 0.0,
     **settings: object,
 ) -> Sidecar:
     """The sidecar of a client of MODEL."""
     url = engine.url if engine is not None else None
     own = SidecarSettings(engine=url, client_of=model, port=0, look_s=0.1, wait_s=wait_s)
-    return Sidecar(_settings(planner, patience_s=0.0, **settings), own)
+    return Sidecar(_settings(planner, patience_s=patience_s, **settings), own)
 
 
 def _settings(planner: str, **more: object) -> Settings:
@@ -216,7 +217,8 @@ def test_memory_of_an_engine_that_was_started_again_is_not_given(planner: str) -
     """Faster than any look: the seed's own sidecar finds it when a client asks, and gives the new memory."""
     with StockEngine() as engine:
         own = SidecarSettings(engine=engine.url, model=MODEL, look_s=3600)
-        with Sidecar(_settings(planner), own), client_of(planner, wait_s=DEADLINE_S) as sidecar:
+        client = client_of(planner, wait_s=DEADLINE_S, patience_s=DEADLINE_S)
+        with Sidecar(_settings(planner), own), client as sidecar:
             before = published(planner, 1)
             moved = {name: (address + 64, count, size) for name, (address, count, size) in TENSORS.items()}
             engine.ranks = {0: ("127.0.0.1:15009", moved)}

@@ -16,20 +16,25 @@ from planner.hooks.kubernetes.controller.metrics import Metrics
 from planner.hooks.rest import RestFleet
 from planner.hooks.running import CONTROLLER
 from rfork.settings import HookSettings, Settings, TracingSettings
+from rfork.tracing import queue
 from rfork.tracing.sdk import sending_tracer
-from tests.collector import collecting
+from tests.collector import PATIENT, collecting
 from tests.conftest import StartRfork
 from tests.integration.test_hooks import POD, Folder, mutate, review, told_planner, trusting
+from tests.processes import at_start
 from tests.unit.clock import Clock
 from tests.unit.hooks.kubernetes.fake_cluster import FakeCluster
 
 READY: Final = r'"event": ?"ready"'
 
 
-async def test_a_scale_up_is_one_trace_over_controller_and_planner(rfork_process: StartRfork) -> None:
+async def test_a_scale_up_is_one_trace_over_controller_and_planner(
+    rfork_process: StartRfork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It begins where the controller acts, and goes on in the planner's process."""
+    monkeypatch.setattr(queue, "CLOSE_S", 60.0)
     with collecting() as collector:
-        environment = {"RFORK_TRACING_ENDPOINT": collector.url}
+        environment = {"RFORK_TRACING_ENDPOINT": collector.url, **at_start(tmp_path / "patch", PATIENT)}
         planner = rfork_process("planner", "--port", "0", "--json", until=READY, environment=environment)
         url = json.loads(planner.wait_for(rf"^.*{READY}.*$").group())["url"]
         tracer = sending_tracer(collector.url, TracingSettings(), CONTROLLER)
@@ -79,6 +84,7 @@ def test_a_webhook_answers_whatever_its_collector_does(
             "RFORK_HOOK_WEBHOOK_PORT": "0",
             "RFORK_HOOK_HEALTH_PORT": "0",
             "RFORK_TRACING_ENDPOINT": collector.url,
+            **({} if hangs else at_start(folder.path / "patch", PATIENT)),
         }
         process = rfork_process("hook", "webhook", until="webhook is up", environment=environment)
         url = process.wait_for(r"webhook is up.*url=(\S+)")[1]

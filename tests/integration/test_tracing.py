@@ -7,13 +7,11 @@ import signal
 from pathlib import Path
 from typing import cast
 
-from tests.collector import Collected, collecting
+from tests.collector import PATIENT, Collected, collecting
 from tests.conftest import StartRfork
 from tests.processes import RforkProcess, at_start
 
 READY = r'"event": ?"ready"'
-PATIENT = "import rfork.tracing.queue as queue\nqueue.CLOSE_S = 60.0\n"
-"""The last spans are sent however long that takes on a busy machine."""
 
 
 def event(process: RforkProcess) -> dict[str, str]:

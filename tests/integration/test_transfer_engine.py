@@ -197,7 +197,7 @@ def test_a_silent_peer_stalls_and_does_not_block_a_healthy_one(start_seed: Start
 
         def ask() -> None:
             try:
-                connect(fake, image, seconds=3)
+                connect(fake, image, seconds=8)
             except SourceError as error:
                 errors.append(error)
 

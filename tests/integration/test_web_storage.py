@@ -328,7 +328,7 @@ def test_faults_of_a_proxy_are_survived(server: StorageServer, fault: Fault, req
     """What a proxy between does wrong is asked again, through it, and the bytes are right."""
     with FaultProxy(server.port) as proxy:
         location = Location.parse(f"{proxy.url}/{NAME}")
-        with opened(location, StorageSettings(timeout_s=0.5)) as blob:
+        with opened(location, StorageSettings(timeout_s=4.0 if isinstance(fault, Stall) else 30.0)) as blob:
             proxy.script.then(fault, path=f"GET /{NAME}")
             assert DATA == whole(blob)
         assert requests + 1 == len(proxy.seen(f"GET /{NAME}"))

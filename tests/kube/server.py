@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import signal
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from torch import nn
 
 import rfork
 from rfork.settings import Settings, load
+from rfork.signals import stopped_by_signal, wait_until
 
 TENSORS = 8
 
@@ -41,9 +41,7 @@ def main() -> None:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
+    ended = stopped_by_signal()
     server = ThreadingHTTPServer((settings.bind, port), Answers)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
@@ -62,8 +60,7 @@ def main() -> None:
     digest = hashlib.sha256(b"".join(parameter.numpy().tobytes() for parameter in module.parameters()))
     print(report.line(), flush=True)
     told.update(digest=digest.hexdigest(), line=report.line())
-    while not ended.wait(1):  # a signal that comes as it begins is heard when it ends
-        pass
+    wait_until(ended)
     if report.seed is not None:
         report.seed.close(settings.drain_s)
     server.shutdown()

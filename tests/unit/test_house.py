@@ -22,12 +22,13 @@ GENERATED = {
 """Folders of generated code, and what `make proto` makes it of."""
 
 # Which rooms of `rfork` each room may import from. Every arrow points down this list.
-FOUNDATION = {"errors", "settings", "fields", "wire", "logs", "niceness", "commands", "tracing"}
+FOUNDATION = {"errors", "settings", "fields", "wire", "logs", "signals", "niceness", "commands", "tracing"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "fields": set(),
     "wire": {"fields"},
     "logs": set(),
+    "signals": set(),
     "niceness": {"logs"},
     "settings": {"errors", "fields"},
     "tracing": {"errors", "settings", "logs"},

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+
 import httpx
 import pytest
 from rich.console import Console
@@ -138,7 +141,7 @@ def test_what_it_comes_to() -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[PreviewRequest]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PreviewRequest]]:
     """What the planner is asked, which knows the models `m` and, where it is asked for that, no other."""
     requests: list[PreviewRequest] = []
 
@@ -168,7 +171,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[PreviewRequest]:
         return PlannerClient("http://planner", transport=httpx.MockTransport(answer))
 
     monkeypatch.setattr(PlannerClient, "of", client)
-    return requests
+    before = signal.getsignal(signal.SIGTERM)  # a command that runs in this process sets its own
+    yield requests
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_the_command_asks_what_it_was_told(asked: list[PreviewRequest]) -> None:

@@ -119,26 +119,32 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # each call to the planner
-    signal.signal(signal.SIGTERM, terminate)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, terminate)
     try:
         serve(options)
-    except KeyboardInterrupt:
-        tell("ended")
+    except Terminated:
+        pass
     except rfork.RforkError as error:
         sys.exit(f"{error.kind}: {error} {error.hint}".rstrip())
+    tell("ended")
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came."""
+    """SIGTERM or Ctrl-C came."""
+
+    came = False
 
 
 def terminate(number: int, frame: FrameType | None) -> None:
-    """As Ctrl-C does: the main thread, wherever it is, leaves its blocks in order."""
+    """The main thread, wherever it is, leaves its blocks in order."""
+    # Python drops what is raised in a finalizer or a weak reference's callback: then `serve` sees this.
+    Terminated.came = True
     raise Terminated
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Listen, get the model, and serve, until a KeyboardInterrupt."""
+    """Listen, get the model, and serve, until Terminated."""
     service = Service()
     with listening(service.app, options.host, options.port) as url:
         tell("listening", url=url)
@@ -146,8 +152,9 @@ def serve(options: argparse.Namespace) -> None:
         report = rfork.report_of(model)
         try:
             service.generator = Generator(model, AutoTokenizer.from_pretrained(options.model))
-            tell("ready", weights=report.line() if report is not None else "loaded by transformers")
-            while True:
+            if not Terminated.came:
+                tell("ready", weights=report.line() if report is not None else "loaded by transformers")
+            while not Terminated.came:
                 time.sleep(1)  # no longer: a signal that comes as it begins is heard when it ends
         finally:
             service.leaving = True

@@ -64,11 +64,16 @@ def _read(tls: TlsSettings) -> Files:
     """The files' bytes. Raises OSError where gRPC could do nothing with them."""
     if tls.certificate is None or tls.key is None:
         raise SettingsError("RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY go together: set both or neither")
+    paths = tls.key, tls.certificate, tls.ca
+    key, certificate, authorities = (path.read_bytes() if path else b"" for path in paths)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tls.certificate, tls.key)
     if tls.ca is not None:
         context.load_verify_locations(cafile=tls.ca)
-    return tls.key.read_bytes(), tls.certificate.read_bytes(), tls.ca.read_bytes() if tls.ca else None
+    # Looked at by name: what was read is what was looked at only where it is there still.
+    if [key, certificate, authorities] != [path.read_bytes() if path else b"" for path in paths]:
+        raise OSError("they change at this moment")
+    return key, certificate, authorities if tls.ca else None
 
 
 def _configuration(files: Files) -> grpc.ServerCertificateConfiguration:

@@ -11,6 +11,7 @@ import httpx
 
 from planner.hooks.keda.credentials import CANNOT, PEM
 from planner.hooks.keda.signals import Page, page_of
+from planner.hooks.rest import DEAD_CONNECTION
 from rfork.errors import SettingsError
 from rfork.settings import TlsSettings, host_port
 
@@ -29,11 +30,15 @@ class EngineSilent(Exception):
 class EngineReader:
     """Asks engines, each within `timeout_s`. Runs in the scaler's process."""
 
-    def __init__(self, timeout_s: float, tls: TlsSettings) -> None:
+    def __init__(
+        self, timeout_s: float, tls: TlsSettings, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        """`transport` replaces the sockets, for tests."""
         self._timeout_s = timeout_s
         self._places = asyncio.Semaphore(MOST_AT_ONCE)
         self._client = httpx.AsyncClient(
             verify=_context(tls),
+            transport=transport,
             trust_env=False,
             follow_redirects=False,
             timeout=timeout_s,
@@ -50,7 +55,7 @@ class EngineReader:
         async with self._places:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    return page_of(await self._body(url))
+                    return page_of(await self._body_at_last(url))
             except TimeoutError:
                 raise EngineSilent(f"did not answer {url} within {self._timeout_s:g} s") from None
             except httpx.TimeoutException:
@@ -59,6 +64,13 @@ class EngineReader:
                 raise EngineSilent(f"did not answer {url}: {error or type(error).__name__}") from None
             except ValueError as error:
                 raise EngineSilent(f"answers {url} with no Prometheus metrics: {error}"[:300]) from None
+
+    async def _body_at_last(self, url: str) -> bytes:
+        """Asked once more if the pooled connection was dead: engines close those that nobody used for 5 s."""
+        try:
+            return await self._body(url)
+        except DEAD_CONNECTION:
+            return await self._body(url)
 
     async def _body(self, url: str) -> bytes:
         body = bytearray()

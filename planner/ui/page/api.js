@@ -11,6 +11,7 @@ function shown() {
 }
 
 async function show() {
+  const tried = token;
   /** @type {Response} */
   let answer;
   try {
@@ -18,6 +19,8 @@ async function show() {
   } catch {
     return say(at("api"), "The planner does not answer. Reload the page once it does.");
   }
+  // One that was given meanwhile is tried by itself.
+  if (tried !== token) return;
   if (answer.status === 401 || answer.status === 403) return ask(answer.status);
   if (!answer.ok) return say(at("api"), `The planner answers ${answer.status}: ${await answer.text()}`);
   at("ask-form").hidden = true;

@@ -35,6 +35,7 @@ export class Feed {
     addEventListener("online", () => this.wake?.());
     for (;;) {
       const why = await this.once();
+      if (why === "again") continue;
       if (why === "token") {
         await new Promise((resolve) => (this.wake = () => resolve(undefined)));
         continue;
@@ -60,12 +61,14 @@ export class Feed {
   /** One connection, to its end; says why it ended. @returns {Promise<string>} */
   async once() {
     const stop = (this.running = new AbortController());
+    const { shown } = this;
     let watch = setTimeout(() => stop.abort(), SILENCE_MS);
     try {
       /** @type {Record<string, string>} */
-      const headers = this.shown ? { Authorization: `Bearer ${this.shown}` } : {};
+      const headers = shown ? { Authorization: `Bearer ${shown}` } : {};
       const answer = await fetch("feed", { headers, cache: "no-store", credentials: "omit", signal: stop.signal });
-      if (answer.status === 401 || answer.status === 403) return this.refused(answer.status);
+      // One that was given meanwhile is not the one that was refused.
+      if (answer.status === 401 || answer.status === 403) return shown === this.shown ? this.refused(answer.status) : "again";
       if (!answer.ok || !answer.body) return `it answers ${answer.status}: ${await reason(answer)}`;
       const words = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       let rest = "";

@@ -37,6 +37,8 @@ SEED_FLAG: Final = "--remote-instance-weight-loader-start-seed-via-transfer-engi
 HEALTH_S: Final = 30.0
 """Seconds that an answer of `/health` may take: the engine itself gives up after 20."""
 TIMEOUT_S: Final = 10.0
+ANEW: Final = httpx.Limits(max_keepalive_connections=0)
+"""A connection for each request: one that is kept may be closed, for nobody used it, just as it is used."""
 
 Positive = Annotated[int, Field(gt=0, lt=1 << 64)]
 Tensor = tuple[Positive, Annotated[int, Field(ge=0, lt=1 << 48)], Annotated[int, Field(gt=0, le=64)]]
@@ -136,6 +138,7 @@ class StockEngine:
             base_url=self.url,
             headers=headers,
             timeout=TIMEOUT_S,
+            limits=ANEW,
             verify=client_context(tls) if secure and tls is not None else True,
             transport=transport,
             trust_env=False,
@@ -177,7 +180,7 @@ class StockEngine:
         return WeightInfo(session, tensors)
 
     def close(self) -> None:
-        """Close the pooled connections."""
+        """Ask no more."""
         self._http.close()
 
     def __enter__(self) -> Self:

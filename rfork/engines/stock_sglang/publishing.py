@@ -24,6 +24,8 @@ from rfork.wire import InstanceAck, InstanceReport
 
 LEEWAY_S: Final = 5.0
 """Seconds that the planner's clock may be ahead of this one's."""
+KEYS_S: Final = 4.0
+"""Seconds that who shows a lease waits for its keys: the planner gives it a moment before they come."""
 DRAIN_LOOK_S: Final = 0.5
 LAST_LOOK_S: Final = 2.0
 """Seconds that a stop waits for a look under way."""
@@ -105,7 +107,7 @@ class Publisher:
         known = self._ranks.get(wanted)
         if known is None:
             raise SourceGone(f"{wanted} is not given here any more")
-        if not known.keys:
+        if not known.keys and not known.heartbeat.wait_connected(KEYS_S):
             raise LeaseRefused("the planner has not answered this seed's heartbeat yet")
         verify(token, known.keys, source_id=wanted, leeway_s=LEEWAY_S)
         info = self._engine.info(known.rank)

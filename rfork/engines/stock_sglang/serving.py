@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as Path
 
 from rfork.engines.stock_sglang.engine import (
+    ANEW,
     INFO_PATHS,
     STOCK_ANSWER,
     TIMEOUT_S,
@@ -34,7 +35,7 @@ from rfork.engines.stock_sglang.engine import (
     unreached,
 )
 from rfork.engines.stock_sglang.leasing import SeedDesk
-from rfork.engines.stock_sglang.publishing import Publisher
+from rfork.engines.stock_sglang.publishing import KEYS_S, Publisher
 from rfork.errors import (
     LeaseRefused,
     NoSource,
@@ -51,8 +52,8 @@ from rfork.transport.tls import client_context
 from rfork.wire import Route
 
 SEEDS: Final = "/v1/stock-seeds"
-FETCH_S: Final = TIMEOUT_S + 5.0
-"""Seconds for another sidecar's answer: it asks its own engine first."""
+FETCH_S: Final = TIMEOUT_S + KEYS_S + 1.0
+"""Seconds for another sidecar's answer: it may wait for its keys, and asks its own engine first."""
 RANKS: Final = 1 << 20
 
 log = logger("rfork.sidecar")
@@ -101,7 +102,9 @@ class InfoClient:
         """`transport` replaces the sockets, for tests."""
         self._scheme = "https" if tls.enabled else "http"
         verify = client_context(tls) if tls.enabled else True
-        self._http = httpx.Client(timeout=FETCH_S, trust_env=False, verify=verify, transport=transport)
+        self._http = httpx.Client(
+            timeout=FETCH_S, limits=ANEW, trust_env=False, verify=verify, transport=transport
+        )
 
     def __call__(self, route: Route, rank: int) -> WeightInfo:
         """The info of the route's source; raises SourceError kinds, or LeaseRefused."""
@@ -127,7 +130,7 @@ class InfoClient:
         return WeightInfo(*answer.remote_instance_transfer_engine_info)
 
     def close(self) -> None:
-        """Close the pooled connections."""
+        """Ask no more."""
         self._http.close()
 
 

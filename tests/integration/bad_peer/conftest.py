@@ -15,15 +15,13 @@ from tests.integration.bad_peer_node import start_node
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     """One seed for all attacks."""
     folder = tmp_path_factory.mktemp("nodes")
-    environment = {
-        "RFORK_TRANSPORTS": "http",
-        "RFORK_STALL_S": str(STALL_S),
-        "BAD_PEER_BYTES": str(SIZE),
-    }
+    environment = {"RFORK_TRANSPORTS": "http", "BAD_PEER_BYTES": str(SIZE)}
+    patience = {"seed": STALL_S, "reader": 30}  # who is attacked gives up soon; who is honest may wait
     with contextlib.ExitStack() as nodes:
         made = []
         for role in ("seed", "reader"):
-            made.append(start_node(popen, folder, role, role, **environment))
+            settings = {**environment, "RFORK_STALL_S": str(patience[role])}
+            made.append(start_node(popen, folder, role, role, **settings))
             nodes.callback(made[-1].close)
         facts = made[0].ask("facts")
         address = str(facts["address"])

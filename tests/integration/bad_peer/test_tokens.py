@@ -71,7 +71,7 @@ def test_tokens_of_no_worth(scene: Scene, token: str) -> None:
 
 def test_a_token_is_of_no_use_once_it_expired(scene: Scene) -> None:
     """A token that was good is refused when it is shown again later, and its channel is gone."""
-    lease = replace(scene.lease, fork_id="brief", lives_s=3.0)
+    lease = replace(scene.lease, fork_id="brief", lives_s=6.0)
     shown = lease.token
     request = peer_pb2.OpenChannelRequest(layout_id=scene.layout_id, transports=["http"])
     with contextlib.ExitStack() as stack:

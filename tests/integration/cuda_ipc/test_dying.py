@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -13,7 +14,7 @@ import pytest
 from rfork.errors import RforkError, SourceChanged, SourceGone, SourceStalled
 from rfork.settings import Settings
 from rfork.transport.base import Reader
-from rfork.transport.cuda_ipc import CudaIpcTransport, exporter
+from rfork.transport.cuda_ipc import CudaIpcTransport, copying, exporter
 from rfork.transport.cuda_ipc.exporter import CudaIpcExporter
 from tests.fake_cuda import FakeDriver, FakeMemory, image_in
 from tests.integration.cuda_ipc.sides import ONE, SETTINGS, SIZES, Elsewhere, Node, Side, expected, raised_by
@@ -85,7 +86,7 @@ def test_a_source_that_dies_while_bytes_are_lent(start: StartNode) -> None:
 
 def test_a_stopped_source_stalls(start: StartNode) -> None:
     """A source that stands still is given up after the time that an answer may take."""
-    source, side = start("source", SIZES), Side(SIZES, settings=Settings(stall_s=1.0))
+    source, side = start("source", SIZES), Side(SIZES, settings=Settings(stall_s=3.0))
     reader = side.connect(endpoint_in(source.hear()))
     send(source.process, signal.SIGSTOP)
     with pytest.raises(SourceStalled):
@@ -144,22 +145,36 @@ def test_a_reader_that_stands_still_holds_up_nobody(
         source.close()
 
 
-def test_a_deadline_that_passes_during_a_copy(elsewhere: Elsewhere) -> None:
+class LateClock:
+    """The time, as `copying` looks at it: once it is `late`, every deadline has passed."""
+
+    def __init__(self) -> None:
+        self.late, self.seen = threading.Event(), threading.Event()
+        self.sleep = time.sleep
+
+    def monotonic(self) -> float:
+        """Seconds."""
+        if not self.late.is_set():
+            return time.monotonic()
+        self.seen.set()
+        return time.monotonic() + 3600
+
+
+def test_a_deadline_that_passes_during_a_copy(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
     """The read raises only once the copy has ended, and the reader goes on after that."""
+    clock = LateClock()
+    monkeypatch.setattr(copying, "time", clock)
     side = Side(ONE)
     reader = side.connect(elsewhere(ONE))
-    side.driver.running.clear()
-    raised: list[RforkError | None] = []
-    thread = threading.Thread(
-        target=lambda: raised.append(raised_by(lambda: reader.read(0, side.whole, soon(0.3)))), daemon=True
-    )
-    thread.start()
-    assert side.driver.queued.wait(30)
-    thread.join(0.6)
+    thread, raised = held_copy(side, reader)
+    clock.late.set()
+    assert clock.seen.wait(30)
+    thread.join(0.3)
     assert thread.is_alive()
     side.driver.running.set()
     thread.join()
     assert [SourceStalled] == [type(error) for error in raised]
+    clock.late.clear()
     reader.read(0, side.whole, soon())
     assert expected(ONE) == content(side.image)
     reader.close()
@@ -178,6 +193,7 @@ def test_closing_a_reader_in_mid_copy(elsewhere: Elsewhere) -> None:
     assert side.driver.queued.wait(30)
     closing = threading.Thread(target=reader.close, daemon=True)
     closing.start()
+    assert reader._broken.wait(30)  # type: ignore[attr-defined]
     closing.join(0.1)
     assert (True, 1) == (closing.is_alive(), len(side.driver.opened))
     side.driver.running.set()

@@ -29,6 +29,9 @@ from tests.integration.http_transport.pairs import (
 )
 from tests.transport_contract import TOKEN, FakeGate, content, image_of, soon
 
+STALL_S = 3.0
+"""For who is to be let in first, and stands still after that: the machine may be busy."""
+
 
 def received_from(connection: socket.socket) -> bytes:
     """All that comes until the other side ends the connection."""
@@ -72,7 +75,7 @@ def test_a_request_that_does_not_end_is_cut(sent: bytes) -> None:
 
 def test_a_client_that_does_not_read_is_cut() -> None:
     """A reader that takes no byte for `stall_s` loses its connection, and its thread ends."""
-    with pair(sizes=LARGE, stall_s=0.5) as made, connected_to(made.exporter.endpoint()) as stranger:
+    with pair(sizes=LARGE, stall_s=STALL_S) as made, connected_to(made.exporter.endpoint()) as stranger:
         stranger.sendall(request(**AUTHORIZATION))
         assert b"HTTP/1.1 200 OK" == stranger.recv(15)
         for thread in conversations():
@@ -85,8 +88,8 @@ def test_a_client_that_does_not_read_is_cut() -> None:
 def test_a_reader_that_stands_still_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     """One that was let in; of a stranger nothing is said."""
     caplog.set_level(logging.INFO, logger="rfork.transport.http.server")
-    for sent in (b"GET", request(**AUTHORIZATION)):
-        with pair(sizes=LARGE, stall_s=0.5) as made, connected_to(made.exporter.endpoint()) as reader:
+    for sent, stall_s in ((b"GET", 0.2), (request(**AUTHORIZATION), STALL_S)):
+        with pair(sizes=LARGE, stall_s=stall_s) as made, connected_to(made.exporter.endpoint()) as reader:
             reader.sendall(sent)
             reader.recv(15)
             for thread in conversations():

@@ -61,7 +61,7 @@ def test_a_stopped_process_is_stalled(seed: tuple[subprocess.Popen[str], Endpoin
     """SIGSTOP gives SourceStalled after `stall_s`, well before the deadline; SIGCONT mends it."""
     process, endpoint = seed
     target = image_of((40 << 20, 1000))
-    reader = HttpTransport(Settings(stall_s=1.5)).connect(endpoint, target, lambda: TOKEN, soon())
+    reader = HttpTransport(Settings(stall_s=4.0)).connect(endpoint, target, lambda: TOKEN, soon())
     reader.read(0, 1000, soon())
     send(process, signal.SIGSTOP)
     with pytest.raises(SourceStalled, match="sent nothing"):

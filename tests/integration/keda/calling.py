@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 DEADLINE_S = 30.0
-ENGINE_S = 3.0
+ENGINE_S = 6.0
 """An engine that answers is to be heard, on a machine that is busy too."""
 OPERATOR, READER = "o" * 32, "r" * 32
 HOSTS = ("127.0.0.1", "127.0.0.2")

@@ -18,7 +18,16 @@ from planner.hooks.rest import RestFleet
 from rfork.errors import PortInUse, SettingsError
 from rfork.settings import HookSettings, Settings
 from tests.conftest import StartRfork
-from tests.integration.keda.calling import HOSTS, READER, Engines, Planner, Scaler, scaling, state
+from tests.integration.keda.calling import (
+    ENGINE_S,
+    HOSTS,
+    READER,
+    Engines,
+    Planner,
+    Scaler,
+    scaling,
+    state,
+)
 from tests.processes import RforkProcess
 from tests.unit.hooks.keda.fakes import MODEL, engine, instance
 
@@ -89,7 +98,7 @@ async def test_as_a_process(
         "hook", "scaler", until="scaler is up",
         environment={
             "RFORK_PLANNER": planner.url, "RFORK_TOKEN": READER, "RFORK_HOOK_HEALTH_PORT": "0",
-            "RFORK_HOOK_SCALER_PORT": str(scaler_port),
+            "RFORK_HOOK_SCALER_PORT": str(scaler_port), "RFORK_HOOK_ENGINE_TIMEOUT_S": str(ENGINE_S),
         },
     )  # fmt: skip
     metadata = {"model": MODEL, "metric": "waiting", "target": "10", "port": str(engines.port)}

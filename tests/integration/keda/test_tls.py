@@ -12,11 +12,12 @@ import grpc.aio
 import pytest
 import trustme
 
+from planner.hooks.keda.credentials import server_credentials
 from planner.hooks.keda.scaler import run
 from planner.hooks.keda.v1.externalscaler_pb2_grpc import ExternalScalerStub
 from planner.hooks.probes import Status
 from rfork.errors import SettingsError
-from rfork.settings import HookSettings
+from rfork.settings import HookSettings, TlsSettings
 from tests.integration.keda.calling import scaling
 from tests.unit.hooks.keda.fakes import MODEL, FakeFleet
 
@@ -58,6 +59,20 @@ async def test_tls_that_is_renewed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             await ExternalScalerStub(stranger).GetMetricSpec(scaler.about())
         assert grpc.StatusCode.UNAVAILABLE == refused.value.code()
         await stranger.close(None)
+
+
+def test_files_that_change_while_they_are_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A key and a certificate that go together are used, and not those that came right after they did."""
+    authority, load_chain = trustme.CA(), ssl.SSLContext.load_cert_chain
+    show(authority, tmp_path)
+
+    def change(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+        load_chain(context, certificate, key)
+        (tmp_path / "tls.crt").write_bytes(authority.issue_cert("localhost").cert_chain_pems[0].bytes())
+
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", change)
+    with pytest.raises(SettingsError, match="the scaler's TLS files"):
+        server_credentials(TlsSettings(certificate=tmp_path / "tls.crt", key=tmp_path / "tls.key"))
 
 
 async def shown_by(port: int, folder: Path, authority: trustme.CA) -> bytes:

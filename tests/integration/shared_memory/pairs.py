@@ -12,6 +12,7 @@ from rfork.image.chunks import MIB
 from rfork.image.memory import Image
 from rfork.settings import Settings
 from rfork.transport.base import Endpoint, Reader
+from rfork.transport.same_host.connection import Connection
 from rfork.transport.same_host.dialling import Connections
 from rfork.transport.same_host.messages import Message
 from rfork.transport.shared_memory import SharedMemoryTransport
@@ -67,4 +68,12 @@ def asked(endpoint: Endpoint, message: Message) -> tuple[Message, list[int]]:
     connections = Connections(endpoint.parameters, 30)
     with contextlib.closing(connections), connections.borrowed(soon()) as connection:
         connection.send(message, deadline=soon())
-        return connection.receive(soon())
+        return answer_on(connection)
+
+
+def answer_on(connection: Connection) -> tuple[Message, list[int]]:
+    """What is answered in the end: a source that is slow asks for patience first, as often as it takes."""
+    while True:
+        message, descriptors = connection.receive(soon())
+        if "wait" not in message:
+            return message, descriptors

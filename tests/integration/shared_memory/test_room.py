@@ -98,8 +98,8 @@ def test_a_full_shelf_makes_no_more_and_drops_none(monkeypatch: pytest.MonkeyPat
 def test_readers_that_come_at_once_take_no_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for four chunks is that for four, though all readers ask before the first file is made."""
     readers = 12
-    begun, made_bytes = threading.Barrier(readers), [0]
-    monkeypatch.setattr(exporter, "has_room", lambda nbytes: made_bytes[0] + nbytes <= 4 * MIB)
+    begun, taken = threading.Barrier(readers), list[int]()
+    monkeypatch.setattr(exporter, "has_room", lambda nbytes: sum(taken) + nbytes <= 4 * MIB)
     with pair() as made:
 
         def hold(nbytes: int) -> None:
@@ -107,13 +107,15 @@ def test_readers_that_come_at_once_take_no_more_than_there_is(monkeypatch: pytes
                 begun.wait(10)
 
         made.gate.before_slice = hold
-        keep = made.exporter._shelf.keep  # type: ignore[attr-defined]
+        make = made.exporter._made  # type: ignore[attr-defined]
 
-        def count(chunk: int, sealed: Sealed) -> None:
-            made_bytes[0] += MIB
-            keep(chunk, sealed)
+        def count(*arguments: object) -> Sealed:
+            # As the memory is: taken before the promise of it ends.
+            sealed: Sealed = make(*arguments)
+            taken.append(sealed.layout.size)
+            return sealed
 
-        monkeypatch.setattr(made.exporter._shelf, "keep", count)  # type: ignore[attr-defined]
+        monkeypatch.setattr(made.exporter, "_made", count)
 
         def ask(chunk: int) -> bool:
             request: Message = {

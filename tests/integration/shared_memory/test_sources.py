@@ -16,7 +16,7 @@ from rfork.transport.same_host.dialling import Connections
 from rfork.transport.same_host.messages import Message
 from rfork.transport.shared_memory.exporter import SharedMemoryExporter
 from rfork.transport.shared_memory.shelf import Shelf
-from tests.integration.shared_memory.pairs import fork_of, pair, reading
+from tests.integration.shared_memory.pairs import answer_on, fork_of, pair, reading
 from tests.integration.shared_memory_source import NEW, OLD, SIZES, Source
 from tests.transport_contract import TOKEN, FakeGate, content, image_of, soon
 
@@ -82,6 +82,6 @@ def test_who_waits_for_a_chunk_that_another_has_made_hears_so() -> None:
         with shelf.making(0, lambda: None):
             connection.send(request, deadline=soon())
             assert ({"wait": 0}, []) == connection.receive(soon())
-        message, descriptors = connection.receive(soon())
+        message, descriptors = answer_on(connection)
         close_all(descriptors)
     assert ([0, 0], 1) == (message["sealed"], len(descriptors))

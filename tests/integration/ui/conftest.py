@@ -10,6 +10,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_play
 
 from planner.service import running
 from tests.integration.ui.looking import PATIENCE_S, settings
+from tests.processes import START_S
 from tests.ui_fleet import (
     FleetPlayer,
 )
@@ -24,7 +25,9 @@ def browser() -> Iterator[Browser]:
         pytest.skip("NO chromium ON PATH: the planner's page is NOT tested")
     expect.set_options(timeout=PATIENCE_S * 1000)
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        chromium = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"], timeout=START_S * 1000
+        )
         yield chromium
         chromium.close()
 

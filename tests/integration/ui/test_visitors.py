@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 
-from playwright.sync_api import Browser, Page, expect
+import pytest
+from playwright.sync_api import Browser, Page, Route, expect
 
 from planner.service import running
 from tests.conftest import StartRfork
@@ -157,3 +158,34 @@ def test_the_api_is_shown_and_tried(page: Page) -> None:
         page.reload()
         expect(models).to_be_visible()
         assert [] == [each for each in asked if not each.startswith((url, "data:", "blob:"))]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "shown"),
+    [("ui", "ui/feed", "#empty-title"), ("docs", "openapi.json", ".opblock >> nth=0")],
+)
+def test_a_token_that_is_given_while_another_is_looked_at(
+    page: Page, path: str, asked: str, shown: str
+) -> None:
+    """The last one counts, however late the first one is refused."""
+    late = list[Route]()
+    with running(settings(token="secret")) as url:
+        page.goto(f"{url}/{path}")
+        token = page.locator("#token")
+        expect(token).to_be_focused()
+        page.route(f"**/{asked}", lambda route: late.append(route), times=1)
+        token.fill("guess")
+        with page.expect_request(f"**/{asked}"):
+            page.keyboard.press("Enter")
+        token.fill("secret")
+        page.keyboard.press("Enter")
+        if path == "docs":
+            expect(page.locator(shown)).to_be_visible()
+        with page.expect_response(f"**/{asked}") as refused:
+            late[0].continue_()
+        assert 401 == refused.value.status
+        expect(page.locator(shown)).to_be_visible()
+        expect(token).to_be_hidden()
+        page.reload()
+        expect(page.locator(shown)).to_be_visible()
+        expect(token).to_be_hidden()

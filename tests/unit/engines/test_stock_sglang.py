@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,8 +11,16 @@ import pytest
 
 from planner.app import create_app
 from rfork.control.client import PlannerClient
+from rfork.control.heartbeat import Heartbeat
 from rfork.engines.stock_sglang.engine import Description, StockEngine, Version, WeightInfo
-from rfork.engines.stock_sglang.identity import PREFIX, instance_id, layout_id, seed_report, weights_id
+from rfork.engines.stock_sglang.identity import (
+    PREFIX,
+    client_report,
+    instance_id,
+    layout_id,
+    seed_report,
+    weights_id,
+)
 from rfork.engines.stock_sglang.publishing import Publisher
 from rfork.engines.stock_sglang.serving import InfoClient
 from rfork.errors import (
@@ -23,7 +32,7 @@ from rfork.errors import (
     SourceStalled,
 )
 from rfork.settings import PlannerSettings, Settings, TlsSettings
-from rfork.wire import Lease, Placement, Route
+from rfork.wire import ForkRequest, Lease, Placement, Route
 from tests.stock_engine import TENSORS, Endpoints
 from tests.unit.planner.app_transport import AppTransport
 
@@ -211,3 +220,43 @@ def test_a_seed_that_is_published_no_more_gives_nothing() -> None:
     )
     with pytest.raises(SourceGone):
         publisher.give("sglang:gone", "token")
+
+
+class Unheard(AppTransport):
+    """A planner in memory whose answers to heartbeats are on their way until `arrive` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(create_app(PlannerSettings(batch_s=0)))
+        self.told, self.arrive = threading.Event(), threading.Event()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        answer = super().handle_request(request)
+        if request.method == "PUT":
+            self.told.set()
+            self.arrive.wait(30)
+        return answer
+
+
+def test_a_lease_may_be_shown_before_the_seed_has_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner gives leases on a seed that its own answer has not reached yet."""
+    unheard, connected = Unheard(), Heartbeat.wait_connected
+
+    def arriving(heartbeat: Heartbeat, timeout_s: float) -> bool:
+        unheard.arrive.set()
+        return connected(heartbeat, timeout_s)
+
+    monkeypatch.setattr(Heartbeat, "wait_connected", arriving)
+    planner = PlannerClient("http://p", transport=unheard)
+    publisher = Publisher(
+        answered_by(Endpoints(INFO.session)), planner, SETTINGS, model=None, address=lambda: "h:1", look_s=1.0
+    )
+    publisher.look()
+    try:
+        assert unheard.told.wait(30)
+        (seed,) = [view.report for view in planner.instances()]
+        target = client_report(SETTINGS, seed, "fork")
+        (route,) = planner.ask(ForkRequest(fork_id="fork", instance=target, faults=())).routes
+        assert (0, INFO) == publisher.give(seed.instance_id, route.lease.token)
+    finally:
+        unheard.arrive.set()
+        publisher.stop()

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from tests.unit.fork.fleet import Fleet, working_threads
+from rfork.fork import keeper
+from tests.unit.fork.fleet import NEVER_S, Fleet, working_threads
 from tests.unit.fork.sessions import Model
+
+
+@pytest.fixture(autouse=True)
+def _patient_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spool is opened and left in time, though its writer stands back for all else on this machine."""
+    monkeypatch.setattr(keeper, "PATIENCE_S", NEVER_S)
 
 
 @pytest.fixture

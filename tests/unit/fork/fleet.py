@@ -336,4 +336,5 @@ class Target:
 def working_threads() -> list[str]:
     """The threads of pulls that still run."""
     names = (thread.name for thread in threading.enumerate())
-    return [name for name in names if name.startswith(("rfork-pull", "rfork-feed", "rfork-progress"))]
+    ours = ("rfork-pull", "rfork-feed", "rfork-progress", "rfork-telling")
+    return [name for name in names if name.startswith(ours)]

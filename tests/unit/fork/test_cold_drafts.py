@@ -104,7 +104,11 @@ def test_a_new_draft_replaces_one_that_nobody_gives(fleet: Fleet) -> None:
         second.learn(other.manifest())
         return plan(route(second, ALL))
 
-    script = planned(plan(route(first, (0, 3))), plan(route(second, (3, 6))), whole)
+    def rest() -> Plan:
+        wait_for(target.board, 3)  # so that nothing is wanted of the first any more
+        return plan(route(second, (3, 6)))
+
+    script = planned(plan(route(first, (0, 3))), rest, whole)
     target = Target(fleet, script)
     target.run()
     assert (content(other), [(0, 1, 2)]) == (content(target.image), target.relay.dropped)

@@ -209,8 +209,10 @@ def test_who_waits_for_a_loader_that_ends_without_a_seed_asks_at_once(fleet: Fle
     started.wait(NEVER_S)
 
     def follow() -> Plan:
-        waiting.set()
-        return plan(route(hosts[0], ALL))
+        hosts[0].wait_acknowledged(NEVER_S)  # by then it has the key of its leases
+        first = plan(route(hosts[0], ALL))
+        waiting.set()  # only now, as the lease is of the weights before the end
+        return first
 
     def own() -> Plan:
         ended_before.append(bool(leader.finishes))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +17,7 @@ from rfork.image.board import ChunkBoard
 from rfork.peer.base import Dial, Peer
 from rfork.peer.memory import MemoryPeer
 from rfork.seed.seed import Identity, Seed
+from rfork.transport import memory
 from rfork.transport.base import TokenSource
 from rfork.transport.memory import MemoryTransport
 from tests.unit.fork.feeds import ALL, Heard
@@ -159,7 +162,9 @@ def test_when_a_source_counts_as_stalled(
     assert expected == (None if stall is None else str(stall).partition(": ")[2])
 
 
-def test_a_reader_keeps_to_the_rate_that_its_source_tells(fleet: Fleet) -> None:
+def test_a_reader_keeps_to_the_rate_that_its_source_tells(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Told a byte a second where no code of the source holds it back, it gets a slice and then waits."""
     fast = fleet.source("a", image(1))
     seed = Seed(
@@ -176,7 +181,9 @@ def test_a_reader_keeps_to_the_rate_that_its_source_tells(fleet: Fleet) -> None:
         feed = feed_of(fleet, seed, heard)
         feed.start()
         assert heard.offered.wait(NEVER_S)
+        looks = count()  # a second passes with each look at the clock
+        monkeypatch.setattr(memory, "time", SimpleNamespace(monotonic=lambda: next(looks)))
         with pytest.raises(SourceStalled, match="held back"):
-            feed.read(0, 2 << 20, time.monotonic() + 0.1)
+            feed.read(0, 2 << 20, 3.0)
         feed.close()
         feed.join()

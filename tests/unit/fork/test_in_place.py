@@ -167,7 +167,7 @@ def test_a_seed_that_fails_otherwise_is_not_waited_for(fleet: Fleet) -> None:
     """Without other weights to come the fork ends at once, with what was verified."""
     seed = fleet.source("seed", image(1), Faults(dies_after=2 * MIB))
     script = Script([lambda: plan(route(seed, ALL)), plan])
-    target = Target(fleet, script)
+    target = Target(fleet, script, settings(window=1))  # another read under way would be waited for
     with pytest.raises(NoSource):
         target.run()
     assert (2, 2) == (len(script.asked), len(target.board))
@@ -220,13 +220,21 @@ def test_leftovers_of_the_old_weights_are_not_begun_again(fleet: Fleet) -> None:
         return plan(route(seed, ALL))
 
     partial = told(plan(route(leftover, (0, 4)), retry_after_s=0.01), old.weights_id)
-    script = Script([lambda: told(plan(route(seed, ALL)), old.weights_id), plan, lambda: partial, back])
-    target = Target(fleet, script)
-    target.board.subscribe(lambda: seed.fence() if script.asked == [()] and len(target.board) == 2 else None)
+    answers = [lambda: partial, back]
+
+    def replan(faults: tuple[SourceFault, ...], current: tuple[Share, ...]) -> Plan:
+        if seed.manifest is not None:
+            return told(plan(route(seed, ALL)), seed.manifest.weights_id)
+        # What was begun is dropped once nothing of it is under way any more.
+        return answers.pop(0)() if not len(target.board) else plan()
+
+    target = Target(fleet, replan)
+    target.board.subscribe(lambda: seed.fence() if not seed.generation and len(target.board) == 2 else None)
     target.run()
-    assert (content(image(2)), {"seed"}) == (
+    assert (content(image(2)), {"seed"}, []) == (
         content(target.image),
         {share.source_id for share in target.puller.shares},
+        answers,
     )
 
 

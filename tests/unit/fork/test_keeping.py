@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from rfork.errors import NothingLeft
-from rfork.fork import keeper as keeper_module
 from rfork.fork.fallback import Fallback
 from rfork.fork.keeper import Keeper, name_of
 from rfork.image.board import ChunkBoard
@@ -210,7 +209,6 @@ def test_nothing_is_kept_of_an_image_that_changes(tmp_path: Path, monkeypatch: p
 
     halting = threading.Thread(target=keeper.halt)
     monkeypatch.setattr(keeper._changed, "wait_for", waiting)
-    monkeypatch.setattr(keeper_module, "PATIENCE_S", NEVER_S)
     halting.start()
     halted.wait(NEVER_S)
     waits = keeper._halted and halting.is_alive()

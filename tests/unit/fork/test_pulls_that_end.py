@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 
 from rfork.errors import DeadlinePassed, NoSource, PlannerRefused, PlannerUnreachable, RforkError
+from rfork.fork.puller import TICK_S
 from rfork.image.chunks import MIB
 from rfork.transport.memory import Faults
 from rfork.wire import Plan
@@ -64,7 +66,14 @@ def test_the_last_source_gone_ends_in_no_source(fleet: Fleet) -> None:
 def test_the_deadline_ends_a_fork(fleet: Fleet) -> None:
     """Past the deadline the fork ends, and nothing can write to the image any more."""
     seed = fleet.source("a", image(1), Faults(stalls_after=2 * MIB))
-    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]), deadline_s=1.0)
+    target = Target(fleet, Script([lambda: plan(route(seed, ALL))]))
+    deadline = target.puller._deadline
+
+    def over() -> None:
+        if len(target.board) == 2:
+            deadline.at = time.monotonic()
+
+    target.board.subscribe(over)
     with pytest.raises(DeadlinePassed, match="2 of 6 chunks"):
         target.run()
     assert [] == working_threads()
@@ -82,3 +91,22 @@ def test_an_interrupt_ends_a_fork(fleet: Fleet) -> None:
 
 def interrupt() -> Plan:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("spoke", "expected"), [(True, []), (False, ["SourceStalled"])])
+def test_who_stood_still_itself_blames_no_source(fleet: Fleet, spoke: bool, expected: list[str]) -> None:
+    """What a source said meanwhile is heard first; one that said nothing has stalled a moment later."""
+    target = Target(fleet, Script([plan]), settings(stall_s=1.0))
+    puller, seed = target.puller, fleet.source("a", image(1))
+    feed = puller._sources._opening.peer(route(seed, ALL), puller._intake)  # not started
+    puller._sources._feeds["a"] = feed
+    puller._schedule.adopt({"a": [ALL]})
+    began = feed.heard_at
+    stalled: list[list[str]] = []
+    with puller._changed:
+        for later in (0.0, 0.2, 9.0, 9.1, 9.0 + TICK_S):
+            if spoke and later == 9.1:
+                feed.heard_at = feed.advanced_at = began + later
+            puller._look(began + later)
+            stalled.append(target.reasons)
+    assert [[]] * 4 + [expected] == stalled

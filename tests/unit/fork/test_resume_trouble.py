@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rfork.fork import keeper as keeper_module
 from rfork.fork.fallback import Fallback
 from rfork.fork.keeper import Keeper, name_of
 from rfork.fork.resume import Resume
@@ -204,6 +205,7 @@ def test_a_keeper_that_cannot_start_leaves_no_seed(
 
     monkeypatch.setattr(Seed, "close", noted)
     monkeypatch.setattr(Keeper, "start", refuse)
+    monkeypatch.setattr(keeper_module, "PATIENCE_S", 0.0)  # there is no thread to wait for
     planner = planning(plan)
     with pytest.raises(RuntimeError, match="new thread"):
         forked(fleet, Model(), planner, with_folder(tmp_path))

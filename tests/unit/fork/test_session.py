@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import httpx
@@ -10,13 +11,14 @@ import torch
 from torch import nn
 
 from rfork.errors import NothingLeft, PlannerUnreachable, UnsupportedTensor
+from rfork.fork import session as session_module
 from rfork.fork.fallback import Fallback, engine_fallback
 from rfork.image.board import ChunkBoard
 from rfork.image.capture import capture
 from rfork.image.chunks import MIB
 from rfork.transport.memory import Faults
 from rfork.wire import ForkProgress, Plan, ProgressAck, Share
-from tests.unit.fork.fleet import Fleet, Script, plan, route, working_threads
+from tests.unit.fork.fleet import NEVER_S, Fleet, Script, plan, route, working_threads
 from tests.unit.fork.planner import FakePlanner, problem
 from tests.unit.fork.sessions import ALL, CHUNKS, TWOS, Model, planning, session
 
@@ -68,8 +70,10 @@ def test_a_fork(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("way", ["pulled", "in place", "another model"])
-def test_what_is_held_is_told_before_the_end(fleet: Fleet, way: str) -> None:
+def test_what_is_held_is_told_before_the_end(fleet: Fleet, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks the planner once a fork has ended finds a source, however it got its weights."""
+    # A busy machine may take longer than the end of a fork waits.
+    monkeypatch.setattr(session_module, "HEAR_S", NEVER_S)
     seed, module = fleet.source("a", capture(Model(0.0))), Model(1.0)
 
     class Planner(FakePlanner):
@@ -242,6 +246,34 @@ def test_a_progress_callback_that_fails_does_not_end_the_fork(fleet: Fleet) -> N
     assert ("forked", True) == (report.outcome, torch.equal(source.weight, module.weight))
     assert report.seed is not None
     report.seed.close()
+
+
+def test_progress_is_shown_while_the_planner_says_nothing(fleet: Fleet) -> None:
+    """Whoever watches the fork does not wait for the answer to a report of it."""
+    source, module = Model(0.0), Model(1.0)
+    image = capture(source)
+    board = ChunkBoard(image.layout.chunks, [0, 1])
+    seed = fleet.source("a", image, board=board, manifest=image.manifest())
+    silent, shown = threading.Event(), threading.Event()
+    waited: list[bool] = []
+
+    def answer() -> httpx.Response:
+        silent.set()
+        waited.append(shown.wait(30))
+        for index in range(CHUNKS):
+            board.mark(index)
+        return httpx.Response(200, content=ACK)
+
+    def show(progress: ForkProgress, image_bytes: int) -> None:
+        if silent.is_set():
+            shown.set()
+
+    planner = planning(lambda: plan(route(seed, ALL)))
+    planner.on_progress = answer
+    report = session(fleet, module, planner, on_progress=show).run()
+    assert report.seed is not None
+    report.seed.close()
+    assert ("forked", True) == (report.outcome, waited[0])
 
 
 def test_a_fallback_that_puts_new_tensors_in_place_makes_no_seed(fleet: Fleet) -> None:

@@ -159,6 +159,25 @@ async def test_a_hook_that_ran_for_long_is_started_again_soon() -> None:
     assert [1.0, 2.0, 1.0, 2.0] == pauses.seen
 
 
+async def test_a_hook_that_fails_as_it_is_stopped_is_not_started_again() -> None:
+    """Of a group of tasks the failure is told, and not that it was cancelled."""
+    pauses, began = Pauses(1), asyncio.Event()
+
+    async def fails() -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ValueError("odd") from None
+
+    async def run(hook_settings: HookSettings, settings: Settings, status: Status) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(fails())
+
+    await until(began, Hooks(["webhook"], *SETTINGS, keep=True, hooks={"webhook": run}, sleep=pauses))
+    assert [] == pauses.seen
+
+
 Ask = Callable[[str], Awaitable[httpx.Response]]
 
 

@@ -253,7 +253,7 @@ def test_a_malformed_file_is_a_settings_error(tmp_path: Path, content: bytes | N
 def test_the_file_is_read_again_when_it_changes(auth: Auth, tokens: Path, time: FakeTime) -> None:
     """A second later the new token works and the one taken out does not; until then nothing has changed."""
     seen = []
-    tokens.write_text(ROTATED)
+    tokens.write_text(f"{ROTATED}\n")  # longer: file systems may tell times in steps of some milliseconds
     for seconds in (0.9, 0.2):
         time.now += seconds
         shown = (b"Bearer work-1", b"Bearer work-2", b"Bearer look-1")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import httpx
+import pytest
 from prometheus_client import CollectorRegistry
 
 from planner.app import create_app
+from planner.hooks.kubernetes.controller import acting
 from planner.hooks.kubernetes.controller.controller import Controller
 from planner.hooks.kubernetes.controller.metrics import Metrics
 from planner.hooks.rest import RestFleet
@@ -21,8 +24,11 @@ ANNOUNCED: Final = "POST /v1/scaleups"
 WITHDRAWN: Final = "DELETE /v1/scaleups/{scaleup_id}"
 
 
-async def test_the_controllers_announcement_is_one_trace_with_the_planners() -> None:
+async def test_the_controllers_announcement_is_one_trace_with_the_planners(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Reconcile, announcement, request; looks at the lists are none, nor are they of a trace."""
+    monkeypatch.setattr(acting, "ALL_S", math.inf)  # by the real clock: what is due is begun
     kept, clock = Kept(), Clock(1000.0)
     app = create_app(PlannerSettings(batch_s=0, gather_s=0), FakeTime().clock, tracer=kept.tracer)
     fleet = RestFleet(Settings(planner="http://planner"), transport=httpx.ASGITransport(app=app))

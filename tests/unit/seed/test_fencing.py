@@ -54,6 +54,22 @@ def test_a_fence_cuts_readers_off() -> None:
     )
 
 
+def test_a_fence_while_a_read_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was there a moment ago is not missing: the weights changed."""
+    holds = ChunkBoard.holds
+
+    def fenced(board: ChunkBoard, begin: int, end: int) -> bool:
+        if not seed.generation:
+            seed.fence()
+        return holds(board, begin, end)
+
+    with made() as seed:
+        leased = token()
+        monkeypatch.setattr(ChunkBoard, "holds", fenced)
+        with pytest.raises(SourceChanged):
+            seed.admit(leased, 0, 1)
+
+
 def test_a_fence_waits_for_the_slice_under_way() -> None:
     """A reader that does not take its slice is cut; after the fence nothing is read any more."""
     said: list[str] = []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -77,20 +78,15 @@ def test_a_grant_that_waits_hears_of_a_raised_rate() -> None:
 
 
 def test_every_reader_gets_its_turn() -> None:
-    """Of several that ask again and again none is left behind: each got a part before any had it all."""
+    """Of several that ask again and again none is left behind: each has a turn before any has a second."""
     governor = Turns(lambda turn: None)
     left = dict.fromkeys("abcd", 1 << 20)
-    first_done = threading.Event()
-    at_first: dict[str, int] = {}
 
     def take(name: str) -> None:
         while left[name]:
             left[name] -= governor.grant(left[name], "fork-1")
-        if not first_done.is_set():
-            first_done.set()
-            at_first.update(left)
 
-    readers = [threading.Thread(target=take, args=(name,)) for name in left]
+    readers = [threading.Thread(target=take, args=(name,), name=name) for name in left]
     with governor._turn("fork-1"):  # until all have asked
         for reader in readers:
             reader.start()
@@ -98,7 +94,8 @@ def test_every_reader_gets_its_turn() -> None:
             threading.Event().wait(0.001)
     for reader in readers:
         reader.join(30)
-    assert (0, True) == (sum(left.values()), all(rest < 1 << 20 for rest in at_first.values()))
+    first = governor.turns[1 : 1 + len(readers)]
+    assert (0, list(left)) == (sum(left.values()), sorted(first))
 
 
 class Turns(Governor):
@@ -107,12 +104,20 @@ class Turns(Governor):
     def __init__(self, during: Callable[[int], None]) -> None:
         super().__init__(8 << 20)
         self.served: list[str] = []
+        self.turns: list[str] = []
+        """The threads that had one."""
         self._during = during
 
     def take(self, fork_id: str) -> None:
         with self._turn(fork_id):
             self.served.append(fork_id)
             self._during(len(self.served))
+
+    @contextmanager
+    def _turn(self, fork_id: str) -> Iterator[None]:
+        with super()._turn(fork_id):
+            self.turns.append(threading.current_thread().name)
+            yield
 
     def waiting(self) -> int:
         with self._lock:

@@ -14,6 +14,7 @@ from rfork.control.lease import LeaseClaims, decode_key, derive_key, sign
 from rfork.image.capture import image_of
 from rfork.image.chunks import MIB
 from rfork.peer.memory import MemoryPeers
+from rfork.seed import latency
 from rfork.seed.holding import seal
 from rfork.seed.latency import FIRST_RATE, FLOOR_RATE
 from rfork.seed.seed import Identity, Seed
@@ -118,8 +119,9 @@ def test_a_seed_that_serves_grants_little_at_once() -> None:
     assert (1 << 40, FIRST_RATE // 50) == (idle, busy)
 
 
-def test_the_planner_hears_what_readers_are_held_to() -> None:
+def test_the_planner_hears_what_readers_are_held_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fixed cap, and less while it serves and gives."""
+    monkeypatch.setattr(latency, "SETTLE_S", 60.0)  # what was granted a moment ago is still given
     with giving(egress_rate=1 << 40) as seed:
         told = [seed.report().egress_rate]
         serve(seed)

@@ -286,7 +286,8 @@ def test_what_was_measured_holds_for_the_device(path: Path, reads: list[str]) ->
 
 
 def test_what_the_kernel_tells(path: Path) -> None:
-    """A file just written is in the page cache; new memory has no pages before it is populated."""
+    """A file just read is in the page cache; new memory has no pages before it is populated."""
+    path.read_bytes()
     with path.open("rb") as file:
         there = kernel.resident(file.fileno(), 5, MIB), kernel.resident_when_mapped(file.fileno(), 0, MIB)
     memory = fresh(8 * MIB)

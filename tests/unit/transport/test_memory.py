@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
 from rfork.errors import LeaseRefused, SourceGone, SourceStalled
 from rfork.image.chunks import MIB
+from rfork.transport import memory
 from rfork.transport.memory import Faults, MemoryExporter, MemoryNetwork, MemoryTransport
 from tests.transport_contract import CONTRACT, Pair, content, soon
 
@@ -48,9 +51,11 @@ def test_a_dying_source_gives_so_many_bytes_and_no_more() -> None:
 def test_a_stalled_source_holds_the_reader_to_its_deadline() -> None:
     """A source that stalls gives SourceStalled, not before the deadline."""
     pair = faulty(Faults(stalls_after=MIB))
+    reader = pair.connect()
+    reader.read(0, MIB, soon())  # whatever the time: it comes
     deadline = time.monotonic() + 0.1
     with pytest.raises(SourceStalled):
-        pair.connect().read(0, 3 * MIB, deadline)
+        reader.read(MIB, 3 * MIB, deadline)
     assert time.monotonic() >= deadline
     assert content(pair.source, 0, MIB) + bytes(2 * MIB) == content(pair.target, 0, 3 * MIB)
 
@@ -79,13 +84,15 @@ def test_faults_can_be_mended() -> None:
     assert content(pair.source, 0, 100) == content(pair.target, 0, 100)
 
 
-def test_a_reader_that_is_held_back_waits() -> None:
+def test_a_reader_that_is_held_back_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first slice nothing more comes until the rate allows it: here not before the deadline."""
     pair = faulty(Faults())
     reader = pair.connect()
     reader.hold_to(1)
+    looks = count()  # a second passes with each look at the clock
+    monkeypatch.setattr(memory, "time", SimpleNamespace(monotonic=lambda: next(looks)))
     with pytest.raises(SourceStalled, match="held back"):
-        reader.read(0, 3 * MIB, time.monotonic() + 0.1)
+        reader.read(0, 3 * MIB, 3.0)
     assert content(pair.source, 0, MIB) + bytes(2 * MIB) == content(pair.target, 0, 3 * MIB)
 
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from planner.hooks.fleet import Fleet
+from planner.hooks.heeding import heed_cancellation
 from planner.hooks.kubernetes.cluster import Cluster, ClusterUnavailable, News
 from planner.hooks.kubernetes.controller.controller import Clock, Controller
 from planner.hooks.kubernetes.controller.metrics import Metrics
@@ -107,6 +108,7 @@ class _Loop:
                 due = began >= next_look
                 self._news.clear()
                 await self._once(look=due)
+                heed_cancellation()
                 next_look = began + self._look_s if due else next_look
                 await self._wait(next_look, time.thread_time() - used)
         finally:

@@ -298,7 +298,7 @@ async def test_a_binding_tells_the_pod_of_its_node(
         assert (expected, subject["target"]) == (after["metadata"]["annotations"], after["target"])
 
 
-@trying(suppress_health_check=[HealthCheck.filter_too_much])
+@trying(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(labelled_pods(), SETTINGS)
 async def test_the_patch_leads_to_the_pod_that_is_meant(subject: Document, settings: HookSettings) -> None:
     """By the rules of RFC 6902, as another implementation of them has it."""

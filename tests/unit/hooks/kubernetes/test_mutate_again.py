@@ -76,7 +76,7 @@ def test_a_second_call_changes_nothing(document: Document, files: str) -> None:
     assert (between, ()) == change(between, settings)
 
 
-@trying(suppress_health_check=[HealthCheck.filter_too_much])
+@trying(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(labelled_pods(), SETTINGS, st.booleans(), st.booleans())
 def test_twice_is_once(document: Document, settings: HookSettings, led: bool, led_later: bool) -> None:
     """For any Pod that can be helped, whoever leads then; the Pod itself stays as it was."""

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from planner.hooks.fleet import PlannerAway
 from planner.hooks.kubernetes.cluster import ClusterUnavailable, News, PodSeen
 from planner.hooks.kubernetes.controller.run import run
 from planner.hooks.probes import Status
@@ -105,3 +106,28 @@ async def test_what_is_unexpected_does_not_end_it(
         await running.cluster.until(lambda: bool(running.cluster.events))
     assert [f"announce {uid(1)} 2"] == running.fleet.calls
     assert 1 == sum("reconciling failed" in record.message for record in caplog.records)
+
+
+async def test_a_leader_that_is_stopped_as_the_planner_fails_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its three questions at once the failure is told, and not that they were cancelled."""
+
+    async def fails(self: FakeFleet) -> tuple[()]:
+        (leader,) = [task for task in asyncio.all_tasks() if task.get_name() == "rfork-leader"]
+        asyncio.get_running_loop().call_soon(leader.cancel)
+        raise PlannerAway("no answer")
+
+    async def silent(self: FakeFleet) -> tuple[()]:
+        await asyncio.Event().wait()
+        return ()
+
+    running = Running()
+    async with running.replica("one") as status:
+        while not status.leads:
+            await asyncio.sleep(0)
+        monkeypatch.setattr(FakeFleet, "forks", fails)
+        monkeypatch.setattr(FakeFleet, "scaleups", silent)
+        while running.fleet.looks < 2 and status.leads:
+            await asyncio.sleep(0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not status.leads

@@ -1,0 +1,72 @@
+"""Sidecars ask servers that close a connection, as one that nobody uses, just as it is used again."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from rfork.engines.stock_sglang.engine import StockEngine, WeightInfo
+from rfork.engines.stock_sglang.identity import TRANSPORT
+from rfork.engines.stock_sglang.serving import InfoClient
+from rfork.settings import TlsSettings
+from rfork.wire import Lease, Placement, Route
+from tests.stock_engine import TENSORS
+
+INFO = WeightInfo("127.0.0.1:15001", TENSORS)
+
+
+class OneEach(BaseHTTPRequestHandler):
+    """Answers whatever is asked with the info of rank 0, and a second request on a connection not at all."""
+
+    protocol_version = "HTTP/1.1"
+    used = False
+
+    def do_GET(self) -> None:
+        """Answer."""
+        if self.used:
+            self.close_connection = True
+            return
+        self.used = True
+        answer = {"rank": 0, "remote_instance_transfer_engine_info": [INFO.session, INFO.tensors]}
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """host:port of such a server."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), OneEach) as http:
+        thread = threading.Thread(target=http.serve_forever, args=(0.05,))
+        thread.start()
+        yield f"127.0.0.1:{http.server_address[1]}"
+        http.shutdown()
+        thread.join()
+
+
+def test_an_engine_is_asked_on_a_connection_of_its_own_each_time(server: str) -> None:
+    """It is healthy, and no seed that is read is taken out of the books."""
+    with StockEngine(f"http://{server}") as engine:
+        assert [True, INFO, INFO] == [engine.healthy(), engine.info(0), engine.info(0)]
+
+
+def test_another_sidecar_is_asked_on_a_connection_of_its_own_each_time(server: str) -> None:
+    """And not blamed for one that was closed."""
+    route = Route(
+        source_id="sglang:s", address=server, placement=Placement(host="s"), transports=(TRANSPORT,),
+        generation=0, chunks=((0, 1),), lease=Lease(token="t", expires_in_s=30.0),
+    )  # fmt: skip
+    client = InfoClient(TlsSettings())
+    try:
+        assert [INFO, INFO] == [client(route, 0), client(route, 0)]
+    finally:
+        client.close()

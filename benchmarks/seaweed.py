@@ -35,8 +35,8 @@ STARTS: Final = 3
 LISTENERS: Final = ("master", "volume", "filer", "s3")
 READY: Final = ("added volume server", "Start Seaweed S3 API Server")
 TAKEN: Final = "address already in use"
-PORTS: Final = range(12000, 30000)
-"""Below those that the kernel gives to outgoing connections, so that none of them is in the way."""
+PORTS: Final = range(12000, 20000)
+"""Below those of outgoing connections, and those that tests choose for other servers: none is in the way."""
 
 
 class SeaweedError(Exception):

@@ -95,7 +95,16 @@ def reported(*, as_json: bool = False) -> Iterator[None]:
     SIGTERM ends it as Ctrl-C does, so that leases are given back. Where nobody reads its output any more, it
     ends without a word.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupted = False
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     except RforkError as error:
@@ -106,16 +115,22 @@ def reported(*, as_json: bool = False) -> Iterator[None]:
             err.print(f"[bold]hint:[/] {escaped(error.hint)}")
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
-        err.print("interrupted")
-        raise typer.Exit(INTERRUPTED) from None
+        _leave_interrupted()
     except BrokenPipeError:
         _forget(sys.stdout)
         raise typer.Exit(0) from None
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:  # a bug, which no user is to read a traceback of
+        if interrupted:  # or a wait of Python's, which fails so where it is broken off as it ends
+            _leave_interrupted()
         _tell_bug(error, as_json=as_json)
         raise typer.Exit(BUG) from None
+
+
+def _leave_interrupted() -> NoReturn:
+    err.print("interrupted")
+    raise typer.Exit(INTERRUPTED) from None
 
 
 def _tell_bug(error: Exception, *, as_json: bool) -> None:

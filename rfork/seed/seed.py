@@ -95,7 +95,7 @@ class Seed(Answering):
             self._heartbeat.poke()
 
     def wait_acknowledged(self, timeout: float) -> bool:
-        """Block until the planner has answered the latest report; whether it has."""
+        """Block until the planner has answered a report; whether it has. Of the latest: see `wait_heard`."""
         return self._heartbeat is not None and self._heartbeat.wait_connected(timeout)
 
     def wait_heard(self, timeout: float) -> bool:

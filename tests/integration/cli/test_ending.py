@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import signal
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from rfork.control.client import PlannerClient
 from tests.conftest import StartRfork
 from tests.integration.cli.ended import Rfork
 from tests.processes import OtherThread
@@ -52,3 +55,19 @@ def test_a_signal_that_another_thread_takes_ends_it(
     )  # fmt: skip
     thread.take(number)
     assert 0 == process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_wait_that_fails_as_it_is_broken_off(
+    rfork: Rfork, fleet: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's own may, with an error of theirs: it was an interruption, and no bug."""
+
+    def wait(*_: object, **more: object) -> NoReturn:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(number)
+        raise RuntimeError("cannot release un-acquired lock")
+
+    monkeypatch.setattr(PlannerClient, "forks", wait)
+    done = rfork("forks", "--planner", fleet)
+    assert (130, "interrupted\n") == (done.code, done.err)

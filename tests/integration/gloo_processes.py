@@ -55,7 +55,7 @@ class Node:
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.gloo_node", *arguments],
+            [sys.executable, "-X", "faulthandler", "-m", "tests.integration.gloo_node", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -144,14 +144,14 @@ def test_strangers_do_not_reach_a_group(node: Callable[..., Node]) -> None:
     harassing.join()
     reader.close()
     peer.close()
-    code, _ = seed.left()
+    code, written = seed.left()
     whole = content(image_of(SIZES, seed=1))
     assert (0, True, [False, False], True) == (
         code,
         content(image) == whole,
         strangers,
         tried >= set(ports),
-    )
+    ), written
 
 
 @pytest.mark.parametrize("says", [b"", os.urandom(1024)], ids=["silent", "garbage"])
@@ -171,8 +171,8 @@ def test_many_who_come_from_the_readers_host(node: Callable[..., Node], says: by
         reader.read(0, image.layout.image_bytes, soon())
     reader.close()
     peer.close()
-    code, _ = seed.left()
-    assert (0, True) == (code, content(image) == content(image_of(SIZES, seed=1)))
+    code, written = seed.left()
+    assert (0, True) == (code, content(image) == content(image_of(SIZES, seed=1))), written
 
 
 class Told(Keys):

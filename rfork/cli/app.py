@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import typer
@@ -71,10 +72,12 @@ def version(as_json: JsonOption = False) -> None:
 def main() -> None:
     """Entry point of the `rfork` script."""
     forgiving_streams()
+    code: str | int | None = None
     try:
         app()
     except SystemExit as ended:
-        # A command that did all it had to has none in the middle of anything.
-        if isinstance(ended.code, int) and ended.code and any(each.daemon for each in threading.enumerate()):
-            leave(ended.code)
-        raise
+        code = ended.code
+    # Also one that did all it had to: gRPC's threads last a little longer than what they served.
+    if isinstance(code, int | None) and any(each.daemon for each in threading.enumerate()):
+        leave(code or 0)
+    sys.exit(code)

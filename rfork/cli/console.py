@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -172,9 +173,11 @@ def show(what: ConsoleRenderable) -> None:
 def leave(code: int) -> NoReturn:
     """End the process now, though threads are in the middle of something: after what is to be done at exit.
 
+    What an interruption left open amid its opening is closed before, unless somebody still holds the error.
     Python would end daemon threads where they next ask for its lock. In one that comes back from torch that
     unwinds through C++, which aborts the process (exit code 134, and no word that helps).
     """
+    gc.collect()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

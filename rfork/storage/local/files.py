@@ -9,7 +9,7 @@ import stat
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rfork.errors import SettingsError, StorageChanged, StorageError
@@ -157,18 +157,19 @@ class LocalStore:
         # Not by the process's number: on a shared folder two machines may write with one number.
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise storage_error(path, error) from None
-        try:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            except OSError as error:
+                raise storage_error(path, error) from None
             try:
                 yield LocalWriter(path, descriptor)
                 put_in_place(descriptor, temporary, path, replace=replace)
             finally:
                 os.close(descriptor)
-        finally:
-            temporary.unlink(missing_ok=True)
+        finally:  # also where Ctrl-C came as the file was made
+            with suppress(OSError):
+                temporary.unlink()
 
     def remove(self, name: str) -> None:
         """See `Store.remove`; folders that are empty then stay."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -71,3 +73,32 @@ def test_a_wait_that_fails_as_it_is_broken_off(
     monkeypatch.setattr(PlannerClient, "forks", wait)
     done = rfork("forks", "--planner", fleet)
     assert (130, "interrupted\n") == (done.code, done.err)
+
+
+BROKEN_OFF = """
+import contextlib, threading
+from rfork.cli import app
+
+@contextlib.contextmanager
+def opened():
+    try:
+        yield
+    finally:
+        print("closed", flush=True)
+
+def interrupted():
+    opening = opened()
+    opening.__enter__()
+    raise SystemExit(130)
+
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+app.app = interrupted
+app.main()
+"""
+"""Ctrl-C as something has been opened, and before the block that would close it is begun."""
+
+
+def test_what_an_interruption_left_open_is_closed() -> None:
+    """Before the process ends: a file that is half written would lie there for ever."""
+    done = subprocess.run([sys.executable, "-c", BROKEN_OFF], capture_output=True, text=True, check=False)
+    assert (130, "closed\n", "") == (done.returncode, done.stdout, done.stderr)

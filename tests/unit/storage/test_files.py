@@ -230,6 +230,22 @@ def test_a_writer_that_gives_up(store: LocalStore, tmp_path: Path, error: BaseEx
     assert (b"old", ["weights/data"]) == ((tmp_path / "weights/data").read_bytes(), left_in(tmp_path))
 
 
+def test_an_interruption_as_the_file_is_made(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left: it is raised right after the call that makes the file, before its answer is kept."""
+    make = os.open
+
+    def interrupted(path: Path, flags: int, mode: int = 0o777) -> int:
+        os.close(make(path, flags, mode))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "open", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        put(store, "data")
+    assert [] == left_in(tmp_path)
+
+
 @pytest.mark.parametrize("call", ["writev", "fsync", "replace"])
 @pytest.mark.parametrize(("number", "expected"), [(errno.ENOSPC, StorageFull), (errno.EDQUOT, StorageFull)])
 def test_no_room_is_left(

@@ -104,7 +104,7 @@ def reported(*, as_json: bool = False) -> Iterator[None]:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as a shell has it for what runs in the background
         signal.signal(signal.SIGINT, interrupt)
     try:
         yield

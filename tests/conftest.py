@@ -52,6 +52,15 @@ def _same_chances(request: pytest.FixtureRequest) -> None:
     random.seed(request.node.nodeid)
 
 
+@pytest.fixture(autouse=True)
+def _signals_as_before() -> Iterator[None]:
+    """A command that runs in this process sets its own handlers."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _interrupts_are_heard() -> None:
     """A shell that runs the tests in the background has them, and all they start, ignore SIGINT."""

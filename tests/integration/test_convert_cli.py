@@ -60,14 +60,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.fixture
-def _terminated_as_before() -> Iterator[None]:
-    """The command's way with SIGTERM is not that of the process that runs the tests."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
-
-
 def held(uri: str) -> Raw:
     """What lies at a URI."""
     with closing(open_source(uri)) as opened:
@@ -94,7 +86,6 @@ def test_there_and_back_with_secrets_in_files(
     assert all_raw(TENSORS) == all_raw(load_file(tmp_path / "out.safetensors"))
 
 
-@pytest.mark.usefixtures("_terminated_as_before")
 def test_wrong_use_is_one_line(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each wrong input ends with an error on one line, its exit code, and no traceback."""
     monkeypatch.chdir(tmp_path)

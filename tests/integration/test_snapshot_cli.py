@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -58,11 +57,9 @@ def planner(rfork_process: StartRfork) -> str:
 
 
 @pytest.fixture
-def rfork() -> Iterator[Run]:
-    """Runs `rfork snapshot ARGUMENTS` in this process, whose handler of SIGTERM it leaves as it was."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield Run()
-    signal.signal(signal.SIGTERM, before)
+def rfork() -> Run:
+    """Runs `rfork snapshot ARGUMENTS` in this process."""
+    return Run()
 
 
 class Run:

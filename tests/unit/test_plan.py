@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-
 import httpx
 import pytest
 from rich.console import Console
@@ -141,7 +138,7 @@ def test_what_it_comes_to() -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PreviewRequest]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[PreviewRequest]:
     """What the planner is asked, which knows the models `m` and, where it is asked for that, no other."""
     requests: list[PreviewRequest] = []
 
@@ -171,9 +168,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PreviewRequest]]:
         return PlannerClient("http://planner", transport=httpx.MockTransport(answer))
 
     monkeypatch.setattr(PlannerClient, "of", client)
-    before = signal.getsignal(signal.SIGTERM)  # a command that runs in this process sets its own
-    yield requests
-    signal.signal(signal.SIGTERM, before)
+    return requests
 
 
 def test_the_command_asks_what_it_was_told(asked: list[PreviewRequest]) -> None:

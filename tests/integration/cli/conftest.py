@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -31,9 +30,8 @@ LEFT = ForkFinish(
 
 
 @pytest.fixture
-def rfork() -> Iterator[Rfork]:
-    """Runs `rfork ARGUMENTS` in this process, whose handlers of signals it leaves as they were."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+def rfork() -> Rfork:
+    """Runs `rfork ARGUMENTS` in this process."""
 
     def run(*arguments: str, **environment: str) -> Ended:
         done = CliRunner().invoke(app, list(arguments), env=environment)
@@ -41,9 +39,7 @@ def rfork() -> Iterator[Rfork]:
         assert "Traceback" not in done.output
         return Ended(done.stdout, done.stderr, done.exit_code)
 
-    yield run
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    return run
 
 
 @pytest.fixture(scope="module")

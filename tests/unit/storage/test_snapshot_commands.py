@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,8 @@ Run = Callable[..., str]
 
 
 @pytest.fixture
-def run() -> Iterator[Run]:
+def run() -> Run:
     """Runs `rfork snapshot ARGUMENTS`; what it prints, once it has ended with the exit code `code`."""
-    before = signal.getsignal(signal.SIGTERM)
 
     def invoke(*arguments: str | Path, code: int = 0) -> str:
         done = CliRunner().invoke(app, ["snapshot", *map(str, arguments)])
@@ -31,8 +29,7 @@ def run() -> Iterator[Run]:
         assert isinstance(done.exception, SystemExit | None)
         return done.output
 
-    yield invoke
-    signal.signal(signal.SIGTERM, before)
+    return invoke
 
 
 def names(folder: Path) -> set[str]:

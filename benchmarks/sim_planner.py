@@ -16,12 +16,12 @@ from planner import policy
 from planner.fleet import Decision, Demand, Place, Share, Source
 from planner.groups import LiveGroup
 from planner.policy.ways import takes_one_host
-from planner.store.records import ForkRecord
+from planner.store.records import ForkRecord, GroupKey
 from planner.store.records import Read as PlannedRead
 from rfork.image.ranges import Range
 from rfork.wire import Rank
 
-LAYOUT, WEIGHTS, RANK = "layout", "weights", Rank()
+LAYOUT, WEIGHTS, VERSION, RANK = "layout", "weights", "v1", Rank()
 LINK_BYTES_PER_S: Final = 10e9
 IMAGE_SECONDS: Final = 10.0
 """S/B as the policy sees it; its own constants are in seconds."""
@@ -57,7 +57,7 @@ class Planner:
         self.watch_seconds = 0.0
         self._chunk_count = chunk_count
         self._heartbeat_s = heartbeat * IMAGE_SECONDS
-        self._group = LiveGroup("model", RANK.key)
+        self._group = LiveGroup(GroupKey("model", VERSION, RANK.key))
         self._sources: dict[str, Source] = {}
         self._forks: dict[str, ForkRecord] = {}
 
@@ -169,6 +169,7 @@ class Planner:
             instance_id=name,
             model=self._group.model,
             rank=RANK,
+            version=VERSION,
             chunk_count=self._chunk_count,
             image_bytes=int(LINK_BYTES_PER_S * IMAGE_SECONDS),
             asked_at=now * IMAGE_SECONDS,

@@ -28,11 +28,12 @@ class Answering:
         again = decision.full or (forgotten and not (fork.reads or fork.storage))
         return Plan(
             fork_id=fork.fork_id,
+            version=fork.version or None,
             weights_id=decision.weights_id,
             draft=decision.draft,
             routes=tuple(route for route in routes if route is not None),
             storage=fork.storage,
-            reason=decision.reason,
+            reason=fork.reason,
             retry_after_s=RETRY_S if again or None in routes else None,
             other_layout=self._route(fork.fork_id, other) if other is not None else None,
         )

@@ -35,6 +35,10 @@ class Expected:
         self.places: set[str] = set()
         self._came: dict[Position, set[str]] = {}
 
+    def fits(self, version: str) -> bool:
+        """Return whether replicas of this version may be part of the scale-up; an empty one is not settled."""
+        return not version or self.record.scaleup.version in (None, version)
+
     def left(self, position: Position) -> int:
         """Replicas of which this instance has not come."""
         return max(0, self.record.expected - len(self._came.get(position, ())))
@@ -71,15 +75,20 @@ class Arrivals:
         """Those that have not expired."""
         return [one for one in self.scaleups if now < one.record.expires_at]
 
-    def missing(self, rank_key: str, now: float) -> int:
-        """Replicas of which no instance of this rank has come."""
-        live, indices = self.live(now), self._indices.get(rank_key, {0})
+    def missing(self, version: str, rank_key: str, now: float) -> int:
+        """Return how many replicas that may have this version have no instance of this rank yet."""
+        live = [one for one in self.live(now) if one.fits(version)]
+        indices = self._indices.get(rank_key, {0})
         return max(sum(one.left((rank_key, index)) for one in live) for index in indices)
 
     def awaits(self, record: InstanceRecord, now: float) -> bool:
         """Whether the instance, about to ask for the first time, is one of those expected."""
         since = self._first.get(place_of(record.report), record.since)
-        live = [one for one in self.live(now) if one.record.first_at <= min(since, record.since)]
+        live = [
+            one
+            for one in self.live(now)
+            if one.record.first_at <= min(since, record.since) and one.fits(record.version)
+        ]
         return any(one.left(position_of(record.report)) for one in live)
 
     def add(self, record: InstanceRecord) -> None:
@@ -91,7 +100,9 @@ class Arrivals:
             return
         # Of one replica all ranks count for one scale-up.
         fitting = [one for one in self.scaleups if place in one.places] or [
-            one for one in self.scaleups if one.record.first_at <= since and one.left(position)
+            one
+            for one in self.scaleups
+            if one.record.first_at <= since and one.left(position) and one.fits(record.version)
         ]
         if fitting:
             fitting[0].add(position, place)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 from planner.blame import Verdict, judge
 from planner.metrics import Metrics
-from planner.problems import ProblemError, check_ranges, invalid
-from planner.store.base import Change, Store
+from planner.problems import ProblemError, busy, check_ranges, invalid
+from planner.store.base import Change, Conflict, Store
 from planner.store.records import ForkRecord, GroupKey, InstanceRecord, Read
+from planner.versions import ReplicaConflict, Resolution, resolve
+from rfork import weights_version
 from rfork.fields import Outcome
 from rfork.logs import logger
 from rfork.settings import PlannerSettings
 from rfork.tracing import TraceContext
 from rfork.wire import ForkFinish, ForkRequest, InstanceReport, StorageRead
+
+ATTEMPTS: Final = 20
+"""How often a version is chosen again because another replica of the planner chose one at the same time."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,8 @@ class Asked:
     verdict: Verdict
     arrives: bool = False
     """Whether its instance asks for the first time, and not for a fork that somebody else planned."""
+    version_note: str = ""
+    """Why its version is not one that is served, where people should know."""
     trace: TraceContext | None = None
     """The span of its request, where that is traced."""
 
@@ -61,13 +69,20 @@ class Asking:
         check_ranges("verified", report.verified, report.chunk_count)
         now, old = self._store.now(), self._store.state.instance(report.instance_id)
         if old is None:
-            return InstanceRecord(report, seen_at=now, forget_s=self._settings.forget_s, since=now)
+            return InstanceRecord(
+                report,
+                seen_at=now,
+                forget_s=self._settings.forget_s,
+                since=now,
+                resolved_version=_version_by_content(report),
+            )
         served = now >= old.quarantined_until
         return replace(
             old,
             report=report,
             seen_at=now,
             missing=False,
+            resolved_version=_version_by_content(report) or old.resolved_version,
             quarantined_until=0.0 if served else old.quarantined_until,
             quarantine="" if served else old.quarantine,
         )
@@ -76,7 +91,7 @@ class Asking:
         """An instance is new, or in another state than it was."""
         self._log.info(
             "instance reported", instance_id=report.instance_id, state=report.state, model=report.model,
-            rank=report.rank.key, address=report.address,
+            version=report.version, rank=report.rank.key, address=report.address,
         )  # fmt: skip
 
     async def asked(self, request: ForkRequest) -> Asked:
@@ -91,7 +106,8 @@ class Asking:
             raise ProblemError(409, "fork-conflict", f"fork {request.fork_id} belongs to {old.instance_id}")
         if old is not None and not old.live and not old.lost:
             raise ProblemError(409, "fork-ended", f"fork {request.fork_id} has ended: ask under another id")
-        target = self._target(request)
+        resolution = await self._settle_version(request)
+        target = self._target(request, resolution.version)
         for fault in request.faults:
             self._metrics.fault(fault)
         verdict = judge(request.faults, old, state.instance, now, self._settings.quarantine_s)
@@ -116,11 +132,59 @@ class Asking:
             # Before the plan is made: the slots of a relay that is gone are free for it.
             await self._store.commit(Change(instances=verdict.marked, forks=ended))
         arrives = target.asked and not (known is not None and known.asked)
-        return Asked(request, target, known is not None, old, verdict, arrives)
+        return Asked(request, target, known is not None, old, verdict, arrives, resolution.note)
 
-    def _target(self, request: ForkRequest) -> InstanceRecord:
+    async def _settle_version(self, request: ForkRequest) -> Resolution:
+        """Choose the version that the target gets, so that all ranks of its replica get the same.
+
+        A choice that depends on other instances is committed before anything is planned: of two requests that
+        reach two replicas of the planner, one has to see the other's choice. Raises ProblemError.
+        """
+        report, state = request.instance, self._store.state
+        key = GroupKey(report.model, "", "")
+        own_version = report.version is not None and not report.any_version
+        for _ in range(ATTEMPTS):
+            changes = self._store.version(key)
+            ranks = list(state.ranks_of(report.replica)) if report.replica is not None else []
+            models = {each.report.model for each in ranks if each.report.rank.role == "target"}
+            mains = [each for model in models for each in state.members_of(model)]
+            reads_storage = any(share.source_id == report.instance_id for share in request.current)
+            try:
+                resolution = resolve(
+                    report,
+                    () if own_version else list(state.members_of(report.model)),
+                    ranks,
+                    mains if report.rank.role != "target" else (),
+                    reads_storage=reads_storage,
+                )
+            except ReplicaConflict as error:
+                raise ProblemError(409, "replica-version", str(error)) from None
+            known = state.instance(report.instance_id)
+            settled = known is not None and known.version == resolution.version
+            alone = report.replica is None or weights_version.is_single(report.rank)
+            if settled or (own_version and alone):
+                return resolution
+            record = self._with_version(self.heard(report), resolution.version)
+            try:
+                await self._store.commit(Change(instances=(record,), group=key, version=changes))
+            except Conflict:
+                self._metrics.store_conflict()
+                continue
+            return resolution
+        raise busy()
+
+    def _with_version(self, record: InstanceRecord, version: str) -> InstanceRecord:
+        """Return the record with the version that was chosen for it."""
+        if record.report.version in (None, version):
+            return replace(record, resolved_version=version)
+        report = record.report.model_copy(
+            update={"version": version, "verified": (), "weights_id": None, "draft": None}
+        )
+        return replace(record, report=report, resolved_version=version)
+
+    def _target(self, request: ForkRequest, version: str) -> InstanceRecord:
         """The target's record, which says that it has asked unless others planned for it before a restart."""
-        target = self.heard(request.instance)
+        target = self._with_version(self.heard(request.instance), version)
         begun = bool(request.faults or request.current)
         return target if target.asked or begun else replace(target, asked=True)
 
@@ -135,7 +199,7 @@ class Asking:
         old = state.fork(asked.fork_id) or asked.old
         if old is not None and not old.live and not old.lost:
             return None
-        target = self._target(asked.request)
+        target = self._target(asked.request, asked.target.version)
         return replace(asked, old=old, target=target if old else replace(target, slow_since=None))
 
     def planned_meanwhile(self, asked: Asked) -> ForkRecord | None:
@@ -149,6 +213,15 @@ class Asking:
             return None
         blamed = {fault.instance_id for fault in asked.request.faults}
         return None if blamed.intersection(read.source_id for read in fork.reads) else fork
+
+
+def _version_by_content(report: InstanceReport) -> str:
+    """Return a version for an instance that serves weights and names none; empty for one that serves none."""
+    if report.version is not None or report.state == "loading" or report.weights_id is None:
+        return ""
+    if weights_version.is_single(report.rank):
+        return weights_version.of_weights(report.weights_id)
+    return weights_version.unnamed(report.replica or report.instance_id)
 
 
 def _plan_of(fork: ForkRecord) -> tuple[float, tuple[Read, ...], tuple[StorageRead, ...]]:

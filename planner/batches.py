@@ -167,7 +167,7 @@ class Batches:
                 del batch.asked[own]
             raise
         finally:
-            self._look(group[0])
+            self._look(group.model)
         if batch.asked.get(own) is asked:
             batch.asked[own] = replace(asked, known=True)
         return _own(asked, await asyncio.shield(batch.task))
@@ -177,27 +177,27 @@ class Batches:
         if self._gathering is None:
             return
         for group, batch in self._gathered.items():
-            if group[0] == model and not self._gathering.scaleups.expected(group):
+            if group.model == model and not self._gathering.scaleups.expected(group):
                 batch.whole.set()
 
     async def _close_gathered(self, gathering: Gathering, group: GroupKey, batch: _Batch) -> Plans:
         scaleups, clock = gathering.scaleups, asyncio.get_running_loop().time
         began_at = clock()
         while not batch.whole.is_set():
-            left_s = min(began_at + gathering.most_s - clock(), scaleups.lasts_s(group[0]))
+            left_s = min(began_at + gathering.most_s - clock(), scaleups.lasts_s(group.model))
             if left_s <= 0:
                 break
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await batch.whole.wait()
-            self._look(group[0])  # what expires tells nobody
+            self._look(group.model)  # what expires tells nobody
         if self._gathered.get(group) is batch:
             del self._gathered[group]
         asked, missing = list(batch.asked.values()), scaleups.expected(group)
         gathering.ended(not missing)
         self._log.info(
-            "scale-up gathered", model=group[0], rank=group[1], together=len(asked), missing=missing,
-            waited_s=round(clock() - began_at, 3),
+            "scale-up gathered", model=group.model, version=group.version, rank=group.rank_key,
+            together=len(asked), missing=missing, waited_s=round(clock() - began_at, 3),
         )  # fmt: skip
         return await self._plans(batch, asked)
 

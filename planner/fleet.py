@@ -135,6 +135,10 @@ class Group:
     them is among the candidates."""
     other_ranks: tuple[str, ...] = ()
     """Keys of the model's ranks that somebody does hold, for the reason of a plan without routes."""
+    version: str = ""
+    """The version of the weights, for reasons."""
+    other_versions: Mapping[str, int] = field(default_factory=dict)
+    """How many instances serve another version of this model and rank, by version, for reasons."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from planner.slots import Slots
 from rfork.image.ranges import count
 
 if TYPE_CHECKING:
-    from planner.store.records import ForkRecord
+    from planner.store.records import ForkRecord, GroupKey
 
 NEAR: Final = 4
 """Members of each neighbourhood of a target that a plan looks at."""
@@ -32,10 +32,9 @@ ANY: Final = 12
 class LiveGroup:
     """All members of one group, their forks, and who reads from whom."""
 
-    def __init__(self, model: str, rank_key: str, past: Past | None = None) -> None:
+    def __init__(self, key: GroupKey, past: Past | None = None) -> None:
         """`past`: what is known of its forks from before; none: nothing."""
-        self.model = model
-        self.rank_key = rank_key
+        self.key = key
         self.sources: dict[str, Source] = {}
         self.shares: dict[str, tuple[Share, ...]] = {}
         self._forks: dict[str, ForkRecord] = {}  # by target
@@ -51,6 +50,21 @@ class LiveGroup:
         """Whether somebody held the weights whole, at any time."""
         self.alone = False
         """Whether a loader was run here for all, and its instance gave nothing."""
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self.key.model
+
+    @property
+    def version(self) -> str:
+        """The version of the weights; empty for targets whose version is not settled yet."""
+        return self.key.version
+
+    @property
+    def rank_key(self) -> str:
+        """The rank."""
+        return self.key.rank_key
 
     @property
     def readers(self) -> Mapping[str, Mapping[str, float]]:
@@ -135,7 +149,12 @@ class LiveGroup:
     # -- what the policy sees -----------------------------------------------------------------------
 
     def view(
-        self, demands: Sequence[Demand], other_ranks: tuple[str, ...] = (), *, together: int = 0
+        self,
+        demands: Sequence[Demand],
+        other_ranks: tuple[str, ...] = (),
+        *,
+        other_versions: Mapping[str, int] | None = None,
+        together: int = 0,
     ) -> Group:
         """The group for these demands (of one layout, or of few): who gives, who reads, whom to look at.
 
@@ -163,6 +182,8 @@ class LiveGroup:
             holders=held[0] if len(held) == 1 else None,
             other_layouts=others,
             other_ranks=other_ranks,
+            version=self.version,
+            other_versions=other_versions or {},
         )
 
     def holders_of(self, layout_id: str) -> Mapping[Content, Holders]:

@@ -57,7 +57,10 @@ class Planning:
                 return plans
             with self._metrics.plan_seconds.time():
                 demands = [self._demand(asked, now) for asked in batch]
-                group = self._store.state.group(key).view(demands, self._store.state.other_ranks(key))
+                state = self._store.state
+                group = state.group(key).view(
+                    demands, state.other_ranks(key), other_versions=state.other_versions(key)
+                )
                 decisions = policy.plan(group, demands, now)
             came = {asked.target.report.instance_id: asked.target for asked in batch}
             forks = tuple(self._record(asked, decisions[asked.fork_id], came, now) for asked in batch)
@@ -81,8 +84,8 @@ class Planning:
                 unusual = asked.old is not None or not (fork.reads or fork.storage)
                 (self._log.info if unusual else self._log.debug)(
                     "fork planned", fork_id=fork.fork_id, instance_id=fork.instance_id, model=fork.model,
-                    rank=fork.rank.key, again=asked.old is not None, together=len(batch),
-                    sources=[read.source_id for read in fork.reads], reason=fork.reason,
+                    version=fork.version, rank=fork.rank.key, again=asked.old is not None,
+                    together=len(batch), sources=[read.source_id for read in fork.reads], reason=fork.reason,
                 )  # fmt: skip
             return plans | {
                 fork.fork_id: self._answering.plan(
@@ -123,6 +126,7 @@ class Planning:
             instance_id=report.instance_id,
             model=report.model,
             rank=report.rank,
+            version=asked.target.version,
             chunk_count=report.chunk_count,
             image_bytes=report.image_bytes,
             asked_at=old.asked_at if old else now,
@@ -139,7 +143,7 @@ class Planning:
             ),
             weights_id=decision.weights_id,
             draft=decision.draft,
-            reason=decision.reason,
+            reason="; ".join(filter(None, (asked.version_note, decision.reason))),
             progress=old.progress if old else None,
             blames=asked.verdict.blames,
             read_from=(old.read_from if old else frozenset()).union(sources),

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from planner.state import State
+from rfork.weights_version import short
 
 
 @dataclass
 class _Shape:
-    """The ranks of one role that one kind of replica has."""
+    """The ranks of one role that replicas of one version and size have."""
 
     least: int
     """Ranks that there are at least: of expert parallelism more may be."""
@@ -40,17 +41,22 @@ class Prospects:
     reason: str
 
     @classmethod
-    def of(cls, state: State, model: str) -> Self:
-        """Where replicas of different sizes hold it: of the kind that can be forked from best."""
-        shapes: dict[str, dict[tuple[int, int, int], _Shape]] = {}
+    def of(cls, state: State, model: str, version: str | None = None) -> Self:
+        """Return what replicas of a version will find; without one, what those of the best served one will.
+
+        Where replicas of different sizes hold it: of the size that can be forked from best.
+        """
+        shapes: dict[str, dict[tuple[str, int, int, int], _Shape]] = {}
         for group in state.groups_of(model):
+            if version is not None and group.version != version:
+                continue
             member = state.instance(next(iter(group.sources)))
             if member is None:
                 continue
             rank = member.report.rank
-            sizes = rank.tp_size, rank.pp_size, rank.ep_size
+            kind = group.version, rank.tp_size, rank.pp_size, rank.ep_size
             of_role = shapes.setdefault(rank.role, {})
-            shape = of_role.setdefault(sizes, _Shape(rank.tp_size * rank.pp_size))
+            shape = of_role.setdefault(kind, _Shape(rank.tp_size * rank.pp_size))
             shape.seeds[group.rank_key] = sum(
                 source.complete and source.state != "draining" and not source.quarantine
                 for source in group.sources.values()
@@ -59,14 +65,17 @@ class Prospects:
             shape.members += len(group.sources)
         best = [max(of_role.values(), key=lambda shape: shape.worth) for of_role in shapes.values()]
         image_bytes = sum(shape.image_bytes for shape in best)
-        return cls(min((shape.fewest for shape in best), default=0), image_bytes, _reason(model, best))
+        return cls(
+            min((shape.fewest for shape in best), default=0), image_bytes, _reason(model, version, best)
+        )
 
 
-def _reason(model: str, best: Iterable[_Shape]) -> str:
+def _reason(model: str, version: str | None, best: Iterable[_Shape]) -> str:
     alone = "they read storage once, or load by themselves"
     held = [count for shape in best for count in shape.seeds.values() if count]
     if not held:
-        return f"no instance holds {model}: {alone}"
+        what = f"version {short(version)} of {model}" if version else model
+        return f"no instance holds {what}: {alone}"
     lacking = sorted(key for shape in best for key, count in shape.seeds.items() if not count)
     unknown = sum(max(0, shape.least - len(shape.seeds)) for shape in best)
     seeds = f"{min(held)} seed{'s' if min(held) > 1 else ''}"

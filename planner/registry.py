@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from planner import policy
-from planner.answering import Answering
+from planner.answering import RETRY_S, Answering
 from planner.asking import Asked, Asking, finish_of
 from planner.batches import Batches, Gathering
 from planner.held import held_rates
@@ -28,6 +28,7 @@ from rfork.fields import Outcome
 from rfork.logs import logger
 from rfork.settings import PlannerSettings
 from rfork.tracing import OFF, Tracer
+from rfork.weights_version import is_single, short
 from rfork.wire import (
     ForkFinish,
     ForkProgress,
@@ -40,6 +41,8 @@ from rfork.wire import (
 )
 
 SWEEP_S: Final = 1.0
+HEARD_PART: Final = 0.9
+"""Part of the heartbeat's interval after which each instance has reported: they send after 0.8 of it."""
 FEW: Final = 3
 """Forks under way in a group before one of them can be told to be slow."""
 
@@ -108,7 +111,7 @@ class Registry:
                 raise ProblemError(
                     409,
                     "last-seed",
-                    f"instance {instance_id} is the last that holds these weights"
+                    f"instance {instance_id} is the last that holds {_named(record)}"
                     f"{self._awaited(record)}: start another, or drain it with force",
                 )
             try:
@@ -139,12 +142,12 @@ class Registry:
             return MayExit(may_exit=False, readers=readers, reason=f"forks that read from it: {readers}")
         waiting = [name for name in group.shares if name != instance_id]
         if waiting and self._last_seed(record):
-            reason = f"it is the last that holds these weights, and {len(waiting)} forks are under way"
+            reason = f"it is the last that holds {_named(record)}, and {len(waiting)} forks are under way"
             return MayExit(may_exit=False, readers=0, reason=reason)
         awaited = self._awaited(record)
         # One that is drained gets no more readers: there is nothing to keep it for.
         if awaited and record.source.state != "draining" and self._last_seed(record):
-            reason = f"it is the last that holds these weights{awaited}"
+            reason = f"it is the last that holds {_named(record)}{awaited}"
             return MayExit(may_exit=False, readers=0, reason=reason)
         if record.source.state != "draining":
             reason = "nobody reads from it; drain it first, or somebody may be sent to it"
@@ -180,8 +183,20 @@ class Registry:
     async def ask(self, request: ForkRequest) -> Plan:
         """Plan a fork, or plan it again around the sources that failed it."""
         await self.sweep()
+        if self._is_early(request.instance):
+            reason = "the planner has just started: it does not know yet which version the replica has"
+            return Plan(fork_id=request.fork_id, reason=reason, retry_after_s=RETRY_S)
         asked = await self._asking.asked(request)
         return await self._plans.waiting(asked, self._batches.add)
+
+    def _is_early(self, report: InstanceReport) -> bool:
+        """Return whether the target's replica may have a version that its other ranks did not report yet.
+
+        That is so until each instance had time for a heartbeat, if the planner began without records.
+        """
+        if report.version is not None or (is_single(report.rank) and report.rank.role == "target"):
+            return False
+        return self._settled_at is not None and self.now() < self._settled_at
 
     async def _arrive(self, asked: Asked) -> None:
         """One of those that a scale-up expects came: every replica of the planner is to know it at once."""
@@ -244,7 +259,8 @@ class Registry:
         """
         now = self.now()
         if self._settled_at is None:
-            self._settled_at = now + self._settings.heartbeat_s
+            known = self.state.instance_count > 0
+            self._settled_at = now if known else now + self._settings.heartbeat_s * HEARD_PART
         if now < self._next_sweep:
             return
         self._next_sweep = now + SWEEP_S
@@ -311,3 +327,8 @@ class Registry:
             reasons=finish.reasons,
         )  # fmt: skip
         return replace(fork, finish=finish, held=held_rates(fork, self.state.instance))
+
+
+def _named(record: InstanceRecord) -> str:
+    """Return the weights of an instance as people are told of them."""
+    return f"version {short(record.version)} of these weights" if record.version else "these weights"

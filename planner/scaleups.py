@@ -46,7 +46,10 @@ class ScaleUps:
         Said again, `replicas` are those that have not come by now. Raises StoreUnavailable.
         """
         now, old = self._store.now(), self._known(scaleup.scaleup_id)
-        if old is not None and old.record.scaleup.model != scaleup.model:
+        if old is not None and (old.record.scaleup.model, old.record.scaleup.version) != (
+            scaleup.model,
+            scaleup.version,
+        ):
             old = None
         record = ScaleUpRecord(
             scaleup,
@@ -56,7 +59,7 @@ class ScaleUps:
         )
         if not scaleup.replicas:
             await self.withdraw(scaleup.scaleup_id)
-            return _view(record, 0, now, Prospects.of(self._store.state, scaleup.model))
+            return _view(record, 0, now, Prospects.of(self._store.state, scaleup.model, scaleup.version))
         known, over = self._store.state.scaleup(scaleup.scaleup_id), tuple[str, ...]()
         if known is None and len(self._store.state.scaleups()) >= MOST:
             soonest = min(self._store.state.scaleups(), key=lambda each: each.expires_at)
@@ -66,9 +69,10 @@ class ScaleUps:
         if known is None or known.scaleup != scaleup:
             self._log.info(
                 "scale-up announced", scaleup_id=scaleup.scaleup_id, model=scaleup.model,
-                replicas=scaleup.replicas, expires_in_s=scaleup.expires_in_s, by=scaleup.by,
+                version=scaleup.version, replicas=scaleup.replicas, expires_in_s=scaleup.expires_in_s, by=scaleup.by,
             )  # fmt: skip
-        one, held = self._known(scaleup.scaleup_id), Prospects.of(self._store.state, scaleup.model)
+        one = self._known(scaleup.scaleup_id)
+        held = Prospects.of(self._store.state, scaleup.model, scaleup.version)
         # It may be over by now.
         return _view(one.record if one else record, one.came_since if one else 0, self._store.now(), held)
 
@@ -83,15 +87,20 @@ class ScaleUps:
         one = self._known(scaleup_id)
         if one is None:
             raise ProblemError(404, "unknown-scaleup", f"no scale-up {scaleup_id} is known")
-        held = Prospects.of(self._store.state, one.record.scaleup.model)
+        scaleup = one.record.scaleup
+        held = Prospects.of(self._store.state, scaleup.model, scaleup.version)
         return _view(one.record, one.came_since, self._store.now(), held)
 
     def views(self) -> list[ScaleUpView]:
         """All that are under way, in the order of their ids."""
         now, found = self._store.now(), dict[str, ScaleUpView]()
         for model, known in self._models.items():
-            held = Prospects.of(self._store.state, model)
+            prospects: dict[str | None, Prospects] = {}
             for one in known.live(now):
+                version = one.record.scaleup.version
+                if version not in prospects:
+                    prospects[version] = Prospects.of(self._store.state, model, version)
+                held = prospects[version]
                 found[one.record.scaleup.scaleup_id] = _view(one.record, one.came_since, now, held)
         return [found[name] for name in sorted(found)]
 
@@ -99,8 +108,8 @@ class ScaleUps:
 
     def expected(self, group: GroupKey) -> int:
         """Replicas that were announced and of which no instance in this group has asked yet."""
-        model = self._models.get(group[0])
-        return 0 if model is None else model.missing(group[1], self._store.now())
+        model = self._models.get(group.model)
+        return 0 if model is None else model.missing(group.version, group.rank_key, self._store.now())
 
     def lasts_s(self, model: str) -> float:
         """Seconds until the next of the model's scale-ups expires; infinite where there is none."""

@@ -48,7 +48,8 @@ class State:
         self._live_targets: dict[str, str] = {}
         self._ended: dict[str, None] = {}  # in order of their end
         self._groups: dict[GroupKey, LiveGroup] = {}
-        self._models: dict[str, dict[str, LiveGroup]] = {}
+        self._models: dict[str, dict[GroupKey, LiveGroup]] = {}
+        self._replicas: dict[str, dict[str, None]] = {}  # instances by the replica that they are ranks of
         self._past_groups = PastGroups()
         self._listeners: list[Listener] = []
         self._scaleups: dict[str, ScaleUpRecord] = {}
@@ -87,7 +88,7 @@ class State:
         """Forget everything: what the store holds is loaded anew."""
         for table in (self._instances, self._heard, self._forks, self._live, self._live_targets):
             table.clear()
-        for rest in (self._ended, self._groups, self._models, self._scaleups):
+        for rest in (self._ended, self._groups, self._models, self._replicas, self._scaleups):
             rest.clear()
         for order in (self._instance_order, self._fork_order):
             order.clear()
@@ -178,7 +179,7 @@ class State:
 
     def group(self, key: GroupKey) -> LiveGroup:
         """The group's index; an empty one where nobody is in it."""
-        return self._groups.get(key) or LiveGroup(*key, self._past_groups.of(key))
+        return self._groups.get(key) or LiveGroup(key, self._past_groups.of(key))
 
     def groups(self) -> list[LiveGroup]:
         """The groups that hold at least one instance."""
@@ -189,8 +190,33 @@ class State:
         return [group.past for group in self._groups.values()] + self._past_groups.all()
 
     def other_ranks(self, key: GroupKey) -> tuple[str, ...]:
-        """Keys of the same model's ranks that somebody else holds."""
-        return tuple(sorted(rank for rank in self._models.get(key[0], {}) if rank != key[1]))
+        """Return the keys of the other ranks of the same version that some instance holds."""
+        known = self._models.get(key.model, {})
+        return tuple(
+            sorted(
+                other.rank_key
+                for other in known
+                if other.version == key.version and other.rank_key != key.rank_key
+            )
+        )
+
+    def other_versions(self, key: GroupKey) -> dict[str, int]:
+        """Return how many instances serve each other version of the same model and rank."""
+        counts = {
+            other.version: sum(source.complete for source in group.sources.values())
+            for other, group in self._models.get(key.model, {}).items()
+            if other.version != key.version and other.rank_key == key.rank_key
+        }
+        return {version: count for version, count in sorted(counts.items()) if version and count}
+
+    def members_of(self, model: str) -> Iterator[InstanceRecord]:
+        """Return the records of all instances of one model, of every version and rank."""
+        for group in self._models.get(model, {}).values():
+            yield from (self._instances[instance_id] for instance_id in group.sources)
+
+    def ranks_of(self, replica: str) -> Iterator[InstanceRecord]:
+        """Return the records of all ranks of one replica."""
+        return (self._instances[instance_id] for instance_id in self._replicas.get(replica, ()))
 
     def groups_of(self, model: str) -> list[LiveGroup]:
         """The groups of one model."""
@@ -219,12 +245,15 @@ class State:
         else:
             del self._heard[old.forget_s][instance_id]
         self._heard.setdefault(record.forget_s, {})[instance_id] = None
-        model, rank_key = record.group
+        if old is not None and old.report.replica != record.report.replica:
+            self._leave_replica(old)
+        if record.report.replica is not None:
+            self._replicas.setdefault(record.report.replica, {})[instance_id] = None
         group = self._groups.get(record.group)
         if group is None:
-            group = LiveGroup(model, rank_key, self._past_groups.take(record.group))
+            group = LiveGroup(record.group, self._past_groups.take(record.group))
             self._groups[record.group] = group
-            self._models.setdefault(model, {})[rank_key] = group
+            self._models.setdefault(record.group.model, {})[record.group] = group
         # Readers that no replica ever heard of are from before a restart: they count too.
         strangers = tuple(name for name in record.report.readers if name not in self._forks)
         group.put(record.source, missing=record.missing, strangers=strangers)
@@ -248,16 +277,24 @@ class State:
             self._instance_order.discard(instance_id)
             del self._heard[record.forget_s][instance_id]
             self._leave(record)
+            self._leave_replica(record)
+
+    def _leave_replica(self, record: InstanceRecord) -> None:
+        replica = record.report.replica
+        if replica is not None:
+            self._replicas[replica].pop(record.report.instance_id, None)
+            if not self._replicas[replica]:
+                del self._replicas[replica]
 
     def _leave(self, record: InstanceRecord) -> None:
         group = self._groups[record.group]
         group.remove(record.report.instance_id)
         if not group.sources:
-            model, rank_key = record.group
-            self._past_groups.keep(record.group, group.past)
-            del self._groups[record.group], self._models[model][rank_key]
-            if not self._models[model]:
-                del self._models[model]
+            key = record.group
+            self._past_groups.keep(key, group.past)
+            del self._groups[key], self._models[key.model][key]
+            if not self._models[key.model]:
+                del self._models[key.model]
 
     def _count(self, fork: ForkRecord, finish: ForkFinish) -> None:
         group = self._groups.get(fork.group)
@@ -290,6 +327,8 @@ class State:
                 oldest = next(iter(self._ended))
                 del self._ended[oldest], self._forks[oldest]
                 self._fork_order.discard(oldest)
+        if old is not None and old.group != record.group and old.group in self._groups:
+            self._groups[old.group].leave(old)  # its target takes another version now
         group = self._groups.get(record.group)
         if group is not None:
             if not record.live:

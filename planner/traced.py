@@ -75,15 +75,16 @@ class TracedPlans:
         if not self._tracer.on:
             return await self._plan(batch)
         first, *others = [each.trace for each in batch]
-        model, rank_key = batch[0].group
+        group = batch[0].group
         with self._tracer.span(
             "make plan",
             parent=here() or first,
             links=others,
-            model=model,
-            rank=rank_key,
+            model=group.model,
+            version=group.version,
+            rank=group.rank_key,
             together=len(batch),
-            group_size=self._members(batch[0].group),
+            group_size=self._members(group),
         ) as span:
             plans = await self._plan(batch)
             span.set(
@@ -97,7 +98,12 @@ class TracedPlans:
         """Have `add` plan a request, which may wait for others that it is to be planned with."""
         if not self._tracer.on:
             return await add(asked)
-        with self._tracer.span("wait for the plan", model=asked.group[0], rank=asked.group[1]) as span:
+        with self._tracer.span(
+            "wait for the plan",
+            model=asked.group.model,
+            version=asked.group.version,
+            rank=asked.group.rank_key,
+        ) as span:
             plan = await add(replace(asked, trace=span.context))
             span.set(reason=plan.reason, routes=len(plan.routes), retry_after_s=plan.retry_after_s)
             return plan

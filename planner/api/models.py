@@ -24,7 +24,7 @@ def models_router(registry: Registry) -> APIRouter:
 
     @router.get("", summary="List models", responses=answer(examples.MODELS))
     async def list_models() -> list[ModelView]:
-        """One row for each model, rank, layout and weights: how many hold it, and how many are getting it.
+        """Count the instances that hold, and that are getting, each model, version, rank, layout and weights.
 
         `storage_bytes` and `forked_bytes` are those of the model's rank, alike in each of its rows. The fewer
         bytes came from storage for each image's worth that was forked, the less the storage was asked for.
@@ -32,7 +32,7 @@ def models_router(registry: Registry) -> APIRouter:
         storage, or from one another, and what the latter saved in all.
         """
         await registry.sweep()
-        groups = sorted(registry.state.groups(), key=lambda group: (group.model, group.rank_key))
+        groups = sorted(registry.state.groups(), key=lambda group: group.key)
         return [row for group in groups for row in rows(registry.state, group)]
 
     return router
@@ -61,6 +61,7 @@ def rows(state: State, group: LiveGroup) -> Iterator[ModelView]:
         record = state.instance(instance_id)
         yield ModelView(
             model=group.model,
+            version=group.version or None,
             rank_key=group.rank_key,
             layout_id=image[0],
             weights_id=image[1],

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Body
 
 from planner.api import examples
 from planner.api.documents import ALWAYS, WITH_BODY, Told, answer, named, problems
+from planner.groups import LiveGroup
 from planner.previews import Snapshot, known, preview, snapshot
 from planner.problems import ProblemError, invalid
 from planner.registry import Registry
@@ -51,6 +54,12 @@ def previews_router(registry: Registry) -> APIRouter:
         groups = sorted(state.groups_of(request.model), key=lambda group: group.rank_key)
         if not groups:
             raise ProblemError(404, "unknown-model", f"no instance of {request.model} is known")
+        version = request.version or max(sorted({group.version for group in groups}), key=_seeds_of(groups))
+        known_versions = ", ".join(sorted({group.version for group in groups if group.version})[:8])
+        groups = [group for group in groups if group.version == version]
+        if not groups:
+            detail = f"no instance of version {version} is known, but of {known_versions or 'none'}"
+            raise ProblemError(404, "unknown-version", detail)
         if request.rank_key is not None:
             ranks = ", ".join(group.rank_key for group in groups[:8])
             groups = [group for group in groups if group.rank_key == request.rank_key]
@@ -72,6 +81,14 @@ def previews_router(registry: Registry) -> APIRouter:
         return PreviewPage(items=tuple(items))
 
     return router
+
+
+def _seeds_of(groups: Sequence[LiveGroup]) -> Callable[[str], int]:
+    """Return a function that counts the complete instances of a version."""
+    counts = Counter[str]()
+    for group in groups:
+        counts[group.version] += sum(source.complete for source in group.sources.values())
+    return counts.__getitem__
 
 
 def _previewed(taken: Snapshot) -> Preview:

@@ -147,6 +147,7 @@ def _seed_report(key: str, seed: Seed, state: InstanceState, readers: tuple[str,
     return InstanceReport(
         instance_id=seed.instance_id,
         model=PREFIX + key,
+        version=_version(key),
         layout_id=_derived("layout", key),
         weights_id=_derived("weights", key),
         image_bytes=0,
@@ -165,6 +166,7 @@ def _target_report(key: str, lease_id: str, host: str) -> InstanceReport:
     return InstanceReport(
         instance_id=f"{PREFIX}user-{lease_id}",
         model=PREFIX + key,
+        version=_version(key),
         layout_id=_derived("layout", key),
         image_bytes=0,
         chunk_count=1,
@@ -174,6 +176,11 @@ def _target_report(key: str, lease_id: str, host: str) -> InstanceReport:
         placement=Placement(host=host),
         max_readers=0,
     )
+
+
+def _version(key: str) -> str:
+    """Return the version that a seed key stands for: it covers all that has to be equal."""
+    return f"seed-key:{_derived('version', key)}"
 
 
 def _derived(what: str, key: str) -> str:

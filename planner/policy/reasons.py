@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from planner.fleet import Assignment, Group, Source, Storage
 from planner.policy.ways import runs_kernels, takes_one_host
 from rfork.image.ranges import Range, count
+from rfork.weights_version import short
 
 if TYPE_CHECKING:
     from planner.policy.working import Working
@@ -65,15 +66,29 @@ def _part(chunks: tuple[Range, ...], target: Source) -> str:
 
 
 def nobody(group: Group, others: Sequence[Source]) -> str:
-    """Nobody holds this layout: what the fleet holds instead."""
+    """Return why no instance holds the layout, and what the fleet holds instead."""
+    version = f"version {short(group.version)} of " if group.version else ""
+    model = f"{version}model {group.model}"
     if others:
-        return other_layouts(group, others, f"model {group.model} at rank {group.rank_key}")
+        return other_layouts(group, others, f"{model} at rank {group.rank_key}")
     if group.other_ranks:
         return (
-            f"no instance holds model {group.model} at rank {group.rank_key}; "
+            f"no instance holds {model} at rank {group.rank_key}; "
             f"other ranks are held: {', '.join(group.other_ranks[:NAMED])}"
         )
-    return f"no instance holds model {group.model}"
+    if group.other_versions:
+        return f"first of {model}; {_served(group.other_versions)}"
+    return f"no instance holds {model}"
+
+
+def _served(versions: Mapping[str, int]) -> str:
+    """Return how many instances serve which versions, as ``4 instances serve files:91bc01f2``."""
+    most = sorted(versions, key=lambda version: (-versions[version], version))
+    parts = [
+        f"{versions[version]} instance{' serves' if versions[version] == 1 else 's serve'} {short(version)}"
+        for version in most[:NAMED]
+    ]
+    return ", ".join(parts) + (f" and {len(most) - NAMED} other versions" if len(most) > NAMED else "")
 
 
 def other_layouts(group: Group, others: Sequence[Source], what: str) -> str:

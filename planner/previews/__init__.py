@@ -55,6 +55,7 @@ def preview(known: Known) -> Preview:
     first = known.demands[0].target
     return Preview(
         model=known.group.model,
+        version=known.group.version or None,
         rank_key=known.group.rank_key,
         image_bytes=known.image_bytes,
         chunk_count=first.chunk_count,

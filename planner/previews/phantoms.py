@@ -69,10 +69,10 @@ def snapshot(state: State, live: LiveGroup, request: PreviewRequest, now: float)
     if like is None or record is None:
         return None
     if request.cold:
-        group = Group(live.model, live.rank_key, {})
+        group = Group(live.model, live.rank_key, {}, version=live.version)
     else:
         # The first stands for all: but for their hosts, where nobody is, they are alike.
-        first, others = _demand(like, request, 0), state.other_ranks((live.model, live.rank_key))
+        first, others = _demand(like, request, 0), state.other_ranks(live.key)
         group = _still(live.view((first,), others, together=request.targets))
     return Snapshot(
         request,
@@ -89,7 +89,7 @@ def snapshot(state: State, live: LiveGroup, request: PreviewRequest, now: float)
 def known(taken: Snapshot) -> Known:
     """What a preview goes by, for all that were asked about."""
     request, group, like = taken.request, taken.group, taken.like
-    forks = [fork for fork in taken.forks if fork.group == (group.model, group.rank_key)]
+    forks = [fork for fork in taken.forks if fork.group == (group.model, group.version, group.rank_key)]
     fastest = _fastest(taken.sources, forks)
     storage_rate = taken.image_bytes / taken.storage_s if taken.storage_s else STORAGE
     return Known(

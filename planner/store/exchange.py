@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -113,11 +114,10 @@ def body_of(
 
 
 def group_text(group: GroupKey) -> str:
-    """A group in one line, rank key first; rank keys hold no space."""
-    return f"{group[1]} {group[0]}"
+    """Return a group as one line of text: JSON, since models and versions may hold any character."""
+    return json.dumps(group, separators=(",", ":"))
 
 
 def group_from(text: str) -> GroupKey:
     """The group that `group_text` wrote."""
-    rank_key, _, model = text.partition(" ")
-    return model, rank_key
+    return GroupKey(*json.loads(text))

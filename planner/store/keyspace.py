@@ -48,7 +48,7 @@ from planner.store.scripts import COMMIT, OPEN
 from rfork.errors import SettingsError
 from rfork.settings import host_port
 
-FORMAT: Final = 6
+FORMAT: Final = 7
 """Of keys and records: planners of different formats do not see one another."""
 KEYS: Final = ("meta", "changes", "instances", "forks", "versions", "ended", "scaleups")
 KEEP_CHANGES: Final = 20_000

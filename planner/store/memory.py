@@ -33,7 +33,7 @@ class MemoryStore:
         self.state.apply(change.instances, change.forks, change.gone, change.scaleups, change.withdrawn)
         if change.gone:
             # Numbers never come again, so a group that is gone may begin anew.
-            held = {(group.model, group.rank_key) for group in self.state.groups()}
+            held = {group.key for group in self.state.groups()}
             self._versions = {key: version for key, version in self._versions.items() if key in held}
 
     def version(self, group: GroupKey) -> int:

@@ -94,7 +94,7 @@ class Mirror:
         leaving, held = set(gone), set[GroupKey]()
         for group in self.state.groups():
             if not leaving.issuperset(group.sources):
-                held.add((group.model, group.rank_key))
+                held.add(group.key)
         return [group for group in self._versions if group not in held][:MOST_EMPTIED]
 
     def now(self) -> float:

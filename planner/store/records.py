@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from planner.fleet import Place, Source, Storage
 from rfork import wire
@@ -24,8 +25,14 @@ from rfork.wire import (
     StorageRead,
 )
 
-GroupKey = tuple[str, str]
-"""Model and rank key."""
+
+class GroupKey(NamedTuple):
+    """What instances share weights by: one rank of one version of a model."""
+
+    model: str
+    version: str
+    """Empty for targets whose version is not settled yet."""
+    rank_key: str
 
 
 @dataclass(frozen=True)
@@ -49,11 +56,18 @@ class InstanceRecord:
     """When it was first heard of."""
     asked: bool = False
     """Whether it has asked for its (first) fork."""
+    resolved_version: str = ""
+    """The version that the planner chose for an instance that reports none."""
+
+    @property
+    def version(self) -> str:
+        """The version of its weights, or of those it is getting; empty while that is not settled."""
+        return self.report.version or self.resolved_version
 
     @property
     def group(self) -> GroupKey:
         """What it may share weights with."""
-        return self.report.model, self.report.rank.key
+        return GroupKey(self.report.model, self.version, self.report.rank.key)
 
     @property
     def expires_at(self) -> float:
@@ -94,6 +108,7 @@ class InstanceRecord:
         report, state = self.report, self.source.state
         return InstanceView(
             report=report if report.state == state else report.model_copy(update={"state": state}),
+            version=self.version or None,
             age_s=max(0.0, now - self.seen_at),
             quarantined=self.quarantine if now < self.quarantined_until else None,
         )
@@ -143,6 +158,8 @@ class ForkRecord:
     """What the target is elected to read by itself."""
     weights_id: str | None = None
     draft: str | None = None
+    version: str = ""
+    """Of the weights it gets; empty while that is not settled."""
     reason: str = ""
     progress: ForkProgress | None = None
     finish: ForkFinish | None = None
@@ -157,7 +174,7 @@ class ForkRecord:
     @property
     def group(self) -> GroupKey:
         """What it may share weights with."""
-        return self.model, self.rank.key
+        return GroupKey(self.model, self.version, self.rank.key)
 
     @property
     def live(self) -> bool:
@@ -179,6 +196,7 @@ class ForkRecord:
             fork_id=self.fork_id,
             instance_id=self.instance_id,
             model=self.model,
+            version=self.version or None,
             rank=self.rank,
             state=self.state,
             plan=tuple(shares),

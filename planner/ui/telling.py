@@ -159,7 +159,7 @@ class Telling:
             return {}
         self._sums_at = now + SUMS_S
         registry = self._registry
-        groups = sorted(registry.state.groups(), key=lambda group: (group.model, group.rank_key))
+        groups = sorted(registry.state.groups(), key=lambda group: group.key)
         sums: dict[str, JsonValue] = {
             "models": [row.model_dump() for group in groups for row in rows(registry.state, group)],
             "scaleups": [view.model_dump(exclude={"expires_in_s"}) for view in registry.scaleups.views()],

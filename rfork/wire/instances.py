@@ -22,6 +22,7 @@ from rfork.fields import (
     Text,
     Told,
     Transports,
+    Version,
 )
 from rfork.wire.base import WireModel
 
@@ -75,6 +76,9 @@ class InstanceReport(WireModel):
 
     instance_id: Identifier = Field(description="its own at each start")
     model: ModelName = Field(description="name under which seeds and forks meet")
+    version: Version | None = Field(None, description="which weights of the model these are; forks are between equal versions; none: a target without files of its own, which takes the version that is served")
+    any_version: bool = Field(False, description="the version is not the target's own: it was taken over from what is served, and may be replaced as long as no other rank of its replica depends on it")
+    replica: Identifier | None = Field(None, description="of which replica it is a rank: all ranks of one replica get one version; none: not known")
     rank: Rank = Field(Rank(), description="which part of the model it holds; forks are between equal ranks")
     layout_id: HexId = Field(description="digest of the names, shapes and types of its tensors; forks are between equal layouts")
     weights_id: HexId | None = Field(None, description="none while a loading instance has not yet learnt it")
@@ -105,6 +109,7 @@ class InstanceView(WireModel):
     """An instance as the planner lists it."""
 
     report: InstanceReport = Field(description="the last that it sent")
+    version: Version | None = Field(None, description="of its weights, or of those it is getting; none: not settled yet")
     age_s: float = Field(description="seconds since its last report")
     quarantined: Told | None = Field(None, description="why it gets no readers, if so")
 

@@ -16,6 +16,7 @@ from rfork.image.ranges import Range, count
 from rfork.settings import PlannerSettings
 from rfork.wire import ForkRequest, InstanceReport, Placement, Rank, SourceFault, StorageOffer
 
+VERSION: Final = "v1"
 LAYOUT: Final = "a" * 32
 OTHER_LAYOUT: Final = "b" * 32
 WEIGHTS: Final = "1" * 32
@@ -171,6 +172,7 @@ def report(instance_id: str, *verified: Range, **changes: object) -> InstanceRep
         {
             "instance_id": instance_id,
             "model": "m",
+            "version": VERSION,
             "rank": Rank(),
             "layout_id": LAYOUT,
             "weights_id": WEIGHTS if verified else None,

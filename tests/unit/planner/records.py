@@ -7,9 +7,9 @@ from typing import Final
 
 from planner.store.records import ForkRecord, GroupKey, InstanceRecord, ScaleUpRecord
 from rfork.wire import ForkFinish, Rank, ScaleUp
-from tests.unit.planner.builders import whole
+from tests.unit.planner.builders import VERSION, whole
 
-GROUP: Final[GroupKey] = ("m", Rank().key)
+GROUP: Final = GroupKey("m", VERSION, Rank().key)
 FORKED: Final = ForkFinish(outcome="forked", seconds=1, bytes_read=1)
 
 
@@ -21,13 +21,13 @@ def instance(name: str, *, seen_at: float = 0.0, **changes: object) -> InstanceR
 def fork(name: str, *, ended: bool = False, **changes: object) -> ForkRecord:
     """The record of fork `name`, whose target is `of-name`."""
     record = ForkRecord(
-        fork_id=name, instance_id=f"of-{name}", model=GROUP[0], rank=Rank(), chunk_count=1, image_bytes=1,
-        asked_at=0.0, planned_at=0.0, seen_at=0.0, finish=FORKED if ended else None,
+        fork_id=name, instance_id=f"of-{name}", model=GROUP.model, version=VERSION, rank=Rank(),
+        chunk_count=1, image_bytes=1, asked_at=0.0, planned_at=0.0, seen_at=0.0, finish=FORKED if ended else None,
     )  # fmt: skip
     return replace(record, **changes)  # type: ignore[arg-type]  # each test names fields of ForkRecord
 
 
 def scaleup(name: str, replicas: int, *, expires_at: float = 900.0) -> ScaleUpRecord:
     """The record of a scale-up of the group's model."""
-    told = ScaleUp(scaleup_id=name, model=GROUP[0], replicas=replicas)
+    told = ScaleUp(scaleup_id=name, model=GROUP.model, replicas=replicas)
     return ScaleUpRecord(told, first_at=0.0, expires_at=expires_at)

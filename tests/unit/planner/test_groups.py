@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planner.fleet import Decision, Demand, Group, Place, Share, Source
 from planner.groups import ANY, LiveGroup
 from planner.policy import holders, plan
-from planner.store.records import ForkRecord, Read
+from planner.store.records import ForkRecord, GroupKey, Read
 from rfork.image.ranges import Range, from_indices, indices, intersect, normalise
 from rfork.wire import ForkFinish, Rank, StorageRead
 from tests.unit.planner.audit import covered, violations
@@ -20,6 +20,7 @@ from tests.unit.planner.builders import (
     NOW,
     ORIGIN,
     OTHER_LAYOUT,
+    VERSION,
     WEIGHTS,
     demand,
     loading,
@@ -46,7 +47,7 @@ def record(target: str, reads: dict[str, tuple[Range, ...]], **changes: object) 
 
 def live(*sources: Source, forks: Sequence[ForkRecord] = (), missing: Sequence[str] = ()) -> LiveGroup:
     """The index of these members, built in one go."""
-    made = LiveGroup("m", "r")
+    made = LiveGroup(GroupKey("m", VERSION, "r"))
     for source in sources:
         made.put(source, missing=source.instance_id in missing)
     for fork in forks:
@@ -59,7 +60,7 @@ class Walk:
 
     def __init__(self, lots: Lots, seeds: int) -> None:
         self.lots = lots
-        self.index = LiveGroup("m", "r")
+        self.index = LiveGroup(GroupKey("m", VERSION, "r"))
         self.sources: dict[str, Source] = {}
         self.forks: dict[str, ForkRecord] = {}
         self.missing: set[str] = set()
@@ -219,7 +220,7 @@ def test_a_fleet_that_plans_alone_built(lots: Lots, seeds: int, steps: int) -> N
 
 def test_an_empty_group_shows_nobody() -> None:
     """No candidates, no holders."""
-    view = LiveGroup("m", "r").view([demand(loading("t"))])
+    view = LiveGroup(GroupKey("m", VERSION, "r")).view([demand(loading("t"))])
     assert ((), {}, {}) == (view.candidates, view.holders, view.other_layouts)
 
 
@@ -260,7 +261,7 @@ def test_one_of_another_layout_is_shown_to_compare_with() -> None:
 
 def test_readers_that_nobody_planned_take_slots_until_they_are_gone() -> None:
     """A seed's report names them; the next one does not."""
-    index = LiveGroup("m", "r")
+    index = LiveGroup(GroupKey("m", VERSION, "r"))
     index.put(seed("s"), strangers=("x", "y"))
     before = set(index.readers["s"])
     index.put(seed("s"), strangers=("y",))
@@ -269,7 +270,7 @@ def test_readers_that_nobody_planned_take_slots_until_they_are_gone() -> None:
 
 def test_a_stranger_that_asks_is_a_reader_like_others() -> None:
     """Even where it reads half from there, as strangers are taken to."""
-    index = LiveGroup("m", "r")
+    index = LiveGroup(GroupKey("m", VERSION, "r"))
     index.put(seed("s"), strangers=("fork-t",))
     index.put(loading("t"))
     index.follow(record("t", {"s": ((0, 6),), "u": ((6, 12),)}))

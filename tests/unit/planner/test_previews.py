@@ -228,7 +228,7 @@ async def test_a_cold_group_reads_what_was_read_before(registry: Registry) -> No
     """A fork that ended had read a checkpoint: so could those that come, and one of them does for all."""
     await registry.report(whole("s"))
     made = would(registry, targets=2, cold=True)
-    assert ([None, None], 0, "no instance holds model m") == (
+    assert ([None, None], 0, "no instance holds version v1 of model m") == (
         seconds(made), made.seeds, made.targets[0].reason,
     )  # fmt: skip
     await registry.report(report("a", storage=offers(CHECKPOINT)))

@@ -119,7 +119,7 @@ def test_silent_instances_are_forgotten(planner: PlannerClient, time: FakeTime) 
     planner.report(whole("s"))
     time.now += 20
     assert [] == planner.instances()
-    assert "no instance holds model m" == planner.ask(ask("a")).reason
+    assert "no instance holds version v1 of model m" == planner.ask(ask("a")).reason
 
 
 def test_a_drained_instance_stays_drained_whatever_it_reports(planner: PlannerClient) -> None:
@@ -256,7 +256,7 @@ def test_an_instance_may_change_its_model(planner: PlannerClient) -> None:
     """Each report carries everything: the old model has lost its seed."""
     planner.report(whole("s"))
     planner.report(whole("s", model="other"))
-    assert ("no instance holds model m", ["s"]) == (
+    assert ("no instance holds version v1 of model m", ["s"]) == (
         planner.ask(ask("a")).reason, sources(planner.ask(ask("b", model="other"))),
     )  # fmt: skip
 

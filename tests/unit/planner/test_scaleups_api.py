@@ -46,7 +46,7 @@ def test_a_scale_up_from_its_announcement_to_its_end(web: httpx.Client, planner:
     assert ([0, 1, 0], [NOBODY, "they fork from 1 seed"]) == (
         [first["arrived"], second["arrived"], again["arrived"]], [first["reason"], second["reason"]],
     )  # fmt: skip
-    assert ({**UP, "expires_in_s": 900.0}, [again], [204, 204], []) == (
+    assert ({**UP, "version": None, "expires_in_s": 900.0}, [again], [204, 204], []) == (
         first["scaleup"], listed, ended, web.get("/v1/scaleups").json(),
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from rfork.wire import ForkFinish, Rank
 from tests.unit.planner.builders import LAYOUT, demand, loading
 from tests.unit.planner.records import GROUP, fork, instance
 
-OTHER = ("other", GROUP[1])
+OTHER = GROUP._replace(model="other")
 
 
 def state(keep_forks: int = 10) -> State:
@@ -92,7 +92,7 @@ def test_an_instance_that_changes_its_model_changes_its_group() -> None:
     known = state()
     known.apply([instance("a")])
     known.apply([instance("a", model="other")])
-    assert [OTHER] == [(group.model, group.rank_key) for group in known.groups()]
+    assert [OTHER] == [group.key for group in known.groups()]
     assert {} == known.group(GROUP).sources
 
 

@@ -75,7 +75,7 @@ def test_a_group_lasts_as_long_as_its_members(state: State) -> None:
     others = state.other_ranks(GROUP)
     state.apply(gone=["a", "b", "never-known"])
     other = Rank(tp=1, tp_size=2).key
-    assert ({GROUP[1]: ["a"], other: ["b"]}, (other,), [], 0) == (
+    assert ({GROUP.rank_key: ["a"], other: ["b"]}, (other,), [], 0) == (
         parted, others, state.groups(), state.instance_count,
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planner.store.base import Change
 from planner.store.codec import FORKS, INSTANCES
 from planner.store.exchange import BODY, Body, body_of, group_from, group_text
-from planner.store.records import Blame, ForkRecord, InstanceRecord, Read
+from planner.store.records import Blame, ForkRecord, GroupKey, InstanceRecord, Read
 from rfork.image.ranges import normalise
 from rfork.wire import ForkFinish, ForkProgress, Rank, StorageOffer, StorageRead
 from tests.unit.planner.builders import CHUNKS, report
@@ -169,7 +169,7 @@ def test_a_change_travels_as_patches_of_what_is_known() -> None:
         instances=(("new", INSTANCES.patch(None, new)),),
         forks=(("f", {"finish": FORKED.model_dump_json()}),),
         gone=("old",),
-        group=f"{GROUP[1]} {GROUP[0]}",
+        group=group_text(GROUP),
         version=3,
     )
     assert (expected, expected) == (body, BODY.validate_json(BODY.dump_json(body)))
@@ -178,4 +178,5 @@ def test_a_change_travels_as_patches_of_what_is_known() -> None:
 @given(st.text(min_size=1, max_size=20))
 def test_a_group_is_one_line_of_text(model: str) -> None:
     """Whatever the model is called."""
-    assert (model, Rank().key) == group_from(group_text((model, Rank().key)))
+    key = GroupKey(model, model, Rank().key)
+    assert key == group_from(group_text(key))

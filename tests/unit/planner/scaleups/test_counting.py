@@ -9,8 +9,10 @@ import pytest
 from planner.arrivals import place_of
 from planner.registry import Registry
 from planner.store.base import StoreUnavailable
+from planner.store.records import GroupKey
 from rfork.wire import ForkRequest, Placement, Rank
-from tests.unit.planner.builders import FakeTime, ask, fault, report
+from tests.unit.planner.builders import VERSION, FakeTime, ask, fault, report
+from tests.unit.planner.records import GROUP
 from tests.unit.planner.scaleups.arriving import RANKS, CountingStore, idle, member, scaleup, start, waiting
 
 
@@ -19,7 +21,7 @@ async def test_a_replica_of_several_pods_counts_once(registry: Registry) -> None
     await registry.scaleups.announce(scaleup(2))
     tasks = start(registry.ask(member("pod-a", RANKS[0])), registry.ask(member("pod-b", RANKS[1])))
     await idle()
-    expected = [registry.scaleups.expected(("m", rank.key)) for rank in RANKS]
+    expected = [registry.scaleups.expected(GroupKey("m", VERSION, rank.key)) for rank in RANKS]
     assert (1, [1, 1]) == (registry.scaleups.view("up").arrived, expected)
     await registry.scaleups.withdraw("up")
     await asyncio.gather(*tasks)
@@ -39,7 +41,7 @@ async def test_who_was_known_before_does_not_count(
     assert ([1] * 5, 0, 2) == (
         store.plans,
         registry.scaleups.view("up").arrived,
-        registry.scaleups.expected(("m", Rank().key)),
+        registry.scaleups.expected(GROUP),
     )
 
 
@@ -76,7 +78,7 @@ async def test_said_again_those_count_that_have_not_come_by_then(registry: Regis
     told = [registry.scaleups.view("up").arrived]
     view = await registry.scaleups.announce(scaleup(2))
     told.append(view.arrived)
-    expected = [registry.scaleups.expected(("m", rank.key)) for rank in RANKS]
+    expected = [registry.scaleups.expected(GroupKey("m", VERSION, rank.key)) for rank in RANKS]
     tasks += start(*(registry.ask(member(name, RANKS[0])) for name in ("three", "four")))
     await asyncio.gather(*tasks)
     told.append(registry.scaleups.view("up").arrived)
@@ -123,7 +125,7 @@ async def test_an_id_that_is_used_for_another_model_begins_anew(registry: Regist
     view = await registry.scaleups.announce(scaleup(2, model="n"))
     await asyncio.gather(*tasks)
     assert (0, [0, 2]) == (
-        view.arrived, [registry.scaleups.expected((model, Rank().key)) for model in "mn"],
+        view.arrived, [registry.scaleups.expected(GROUP._replace(model=model)) for model in "mn"],
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from rfork.wire import MayExit, Rank, ScaleUpView
 from tests.unit.planner.builders import CHUNKS, FakeTime, ask, fault, report, whole
 from tests.unit.planner.scaleups.arriving import RANKS, scaleup
 
-LAST = "it is the last that holds these weights, and 3 replicas are expected"
+LAST = "it is the last that holds version v1 of these weights, and 3 replicas are expected"
 
 
 async def test_the_last_seed_stays_while_replicas_are_expected(registry: Registry) -> None:
@@ -40,7 +40,7 @@ async def test_a_seed_that_is_not_the_last_may_go(registry: Registry) -> None:
     answers = [await registry.may_exit("s")]
     await registry.remove("s")
     answers.append(await registry.may_exit("t"))
-    expected = "it is the last that holds these weights, and 1 replica is expected"
+    expected = "it is the last that holds version v1 of these weights, and 1 replica is expected"
     assert ([True, False], expected) == ([each.may_exit for each in answers], answers[1].reason)
 
 

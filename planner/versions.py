@@ -1,0 +1,133 @@
+"""Which version of a model's weights a fork gets: pure decisions over the records of instances.
+
+A target with a version of its own gets that one and no other. A target without one takes over the version
+that is served, where exactly one is. All ranks of a replica get one version: the first one that any of them
+got.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from planner.store.records import InstanceRecord
+from rfork import weights_version
+from rfork.wire import InstanceReport
+
+NAMED: Final = 8
+"""Versions that a reason lists at most."""
+
+
+class ReplicaConflict(Exception):
+    """A rank has another version of its own than the replica that it belongs to."""
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """The version that a fork gets; `note` says why none that is served was chosen."""
+
+    version: str
+    note: str = ""
+
+
+def resolve(
+    report: InstanceReport,
+    members: Sequence[InstanceRecord],
+    ranks: Iterable[InstanceRecord],
+    mains: Iterable[InstanceRecord] = (),
+    *,
+    reads_storage: bool = False,
+) -> Resolution:
+    """Return the version that the target of `report` gets.
+
+    `members` are the known instances of its model, `ranks` those of its replica, of any model, and `mains`,
+    for a speculative model, the instances of the main models of its replica.
+    `reads_storage`: the target reads its own storage by its current plan.
+
+    Raises ReplicaConflict where the target's own version is not its replica's.
+    """
+    role, own_id = report.rank.role, report.instance_id
+    replica = [record for record in ranks if record.report.instance_id != own_id]
+    fixed = Counter(
+        record.version
+        for record in replica
+        if (record.report.model, record.report.rank.role) == (report.model, role)
+        and record.version
+        and _position(record.report) != _position(report)  # an earlier process of this very rank
+    )
+    if report.version is not None and not report.any_version:
+        for version in fixed:
+            if version != report.version:
+                raise ReplicaConflict(
+                    f"replica {report.replica} began with version {version}, "
+                    f"but the files of rank {report.rank.key} are version {report.version}"
+                )
+        return Resolution(report.version)
+    if fixed:
+        return Resolution(max(fixed, key=lambda version: (fixed[version], version)))
+    alike = [
+        record
+        for record in members
+        if record.report.rank.role == role and record.report.instance_id != own_id
+    ]
+    current = report.version
+    if current is not None and (reads_storage or _is_available(current, report, alike)):
+        return Resolution(current)
+    served = _served(alike)
+    if len(served) > 1 and role != "target":
+        served = _served_with_main(alike, mains, replica) or served
+    if len(served) == 1:
+        return Resolution(next(iter(served)))
+    unnamed = weights_version.unnamed(report.replica or own_id)
+    if not served:
+        return Resolution(current or unnamed)
+    listed = sorted(served)
+    more = f" and {len(listed) - NAMED} more" if len(listed) > NAMED else ""
+    return Resolution(
+        unnamed,
+        f"{len(listed)} versions of {report.model} are served ({', '.join(listed[:NAMED])}{more}) "
+        "and this target states none: set RFORK_VERSION",
+    )
+
+
+def _position(report: InstanceReport) -> tuple[str, int]:
+    return report.rank.key, report.rank.dp
+
+
+def _is_available(version: str, report: InstanceReport, alike: Iterable[InstanceRecord]) -> bool:
+    """Return whether another instance holds this rank of the version, or is getting it."""
+    return any(
+        record.version == version
+        and record.report.rank.key == report.rank.key
+        and bool(record.report.verified or record.asked)
+        for record in alike
+    )
+
+
+def _served(records: Sequence[InstanceRecord]) -> set[str]:
+    """Return the versions that complete instances serve; without any, those that instances are getting."""
+    complete = {
+        record.version for record in records if record.source.complete and record.source.state != "draining"
+    }
+    return (complete or {record.version for record in records if record.asked or record.resolved_version}) - {
+        ""
+    }
+
+
+def _served_with_main(
+    drafts: Sequence[InstanceRecord], mains: Iterable[InstanceRecord], replica: Sequence[InstanceRecord]
+) -> set[str]:
+    """Return the versions of a speculative model that replicas of this replica's main version serve."""
+    own = {
+        (record.report.model, record.version)
+        for record in replica
+        if record.report.rank.role == "target" and record.version
+    }
+    replicas = {
+        record.report.replica
+        for record in mains
+        if record.report.replica and (record.report.model, record.version) in own
+    }
+    return _served([record for record in drafts if record.report.replica in replicas])

@@ -1,0 +1,58 @@
+"""Versions: names for the weights of one model, equal where the weights are.
+
+A version names the weights of all ranks of a replica together. It is, best first: stated by the user; the
+commit of a hub id (``commit:…``); a fingerprint of the files that an instance would load (``files:…``, see
+`rfork.storage.fingerprint`). Weights without any of these are named after their content
+(``weights:…``), after the update that made them (``update:…``), or not at all (``unnamed:…``).
+
+Nothing here imports torch: the planner uses it too.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from rfork.wire import Rank
+
+_GENERATED: Final = re.compile(r"(commit|files|weights|update|unnamed):([A-Za-z0-9._:-]+)")
+SHORT: Final = 8
+"""Characters of a generated identifier that people are shown."""
+
+
+def of_weights(weights_id: str) -> str:
+    """Return the version of the weights of a replica with one rank, by the digest of all their bytes."""
+    return f"weights:{weights_id}"
+
+
+def of_update(replica: str, count: int) -> str:
+    """Return the version of a replica's weights after so many updates in place; the same on each rank."""
+    return f"update:{replica[-64:]}:{count}"
+
+
+def unnamed(replica: str) -> str:
+    """Return a version that no other replica's weights have: nothing is known about these."""
+    return f"unnamed:{replica[-100:]}"
+
+
+def is_unnamed(version: str) -> bool:
+    """Return whether a version only tells a replica's weights from all others."""
+    return version.startswith("unnamed:")
+
+
+def is_single(rank: Rank) -> bool:
+    """Return whether the rank holds a whole model by itself."""
+    return rank.tp_size * rank.pp_size * rank.ep_size == 1
+
+
+def short(version: str | None) -> str:
+    """Return a version as people are shown it: a generated one with its first characters only."""
+    if not version:
+        return "(none)"
+    if (generated := _GENERATED.fullmatch(version)) is None:
+        return version
+    kind, identifier = generated.groups()
+    if kind == "update":
+        replica, _, count = identifier.rpartition(":")
+        return f"update:{replica[:SHORT]}:{count}"
+    return f"{kind}:{identifier[:SHORT]}"

@@ -77,6 +77,7 @@ def write_snapshot(
     *,
     rank: Rank | None = None,
     model: str | None = None,
+    version: str | None = None,
     shared: bool = False,
     chunks: str = CHUNKS_BESIDE,
     check: bool = False,
@@ -85,6 +86,7 @@ def write_snapshot(
 ) -> Written:
     """Write an image and its manifest to the file that `uri` names, or as the rank's in that folder.
 
+    `version` is recorded in the manifest: that of the weights, the same for all ranks.
     With `shared` the header and each chunk become objects in the folder `chunks` (seen from the
     snapshot's own), so that equal ones are stored once; with `check` those that are there already are read,
     and written again where they do not match. What was there under this name is replaced.
@@ -98,6 +100,7 @@ def write_snapshot(
     head = header(image.layout, manifest.weights_id)
     told = ManifestFile(
         model=model,
+        version=version,
         rank=rank or Rank(),
         layout_id=image.layout.layout_id,
         weights_id=manifest.weights_id,

@@ -1,0 +1,71 @@
+"""Commits of Hugging Face models, found in the local cache. The network is never used."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from rfork.settings.hub import hub_cache
+from rfork.storage.versions.weight_files import FORMATS, PICKLES
+
+COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_IN_CACHE: Final = re.compile(
+    r".*/models--[^/]+/snapshots/(?P<commit>[0-9a-f]{40})(?P<below>/.+)?", re.DOTALL
+)
+
+
+def hub_commit(
+    source: str | Path, revision: str | None = None, *, cache: str | Path | None = None
+) -> str | None:
+    """Return the resolved commit (40 hex digits) of a model, or None where it is not known here.
+
+    `source` is a path in a Hugging Face cache (``models--ORG--NAME/snapshots/COMMIT``, or below; links are not
+    followed), or a hub id whose `revision` (``main`` where None) is in the local cache. The cache's folder is
+    `cache`, else the one that ``HF_HUB_CACHE`` and ``HF_HOME`` name. A `revision` that is a complete commit is
+    returned as it is. A local folder with the name of a hub id is a folder, as for engines.
+    """
+    if found := _in_cache(source):
+        return found["commit"]
+    if not is_hub_id(source):
+        return None
+    wanted = revision or "main"
+    if COMMIT.fullmatch(wanted):
+        return wanted
+    if ".." in wanted.split("/") or wanted.startswith("/") or "\0" in wanted:
+        return None
+    model = Path(cache or hub_cache(), f"models--{str(source).replace('/', '--')}")
+    try:
+        commit = (model / "refs" / wanted).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return commit if COMMIT.fullmatch(commit) else None
+
+
+def is_hub_id(source: str | Path) -> bool:
+    """Tell if this can only be a hub id: its form is one, and no local file or folder has the name."""
+    return (
+        isinstance(source, str)
+        and HUB_ID.fullmatch(source) is not None
+        and not source.endswith((*FORMATS, *PICKLES))
+        and not os.path.lexists(source)
+    )
+
+
+def is_complete_snapshot(source: str | Path) -> bool:
+    """Tell if this is the folder of a commit in a Hugging Face cache, not one file or folder below it."""
+    found = _in_cache(source)
+    return found is not None and found["below"] is None
+
+
+def _in_cache(source: str | Path) -> re.Match[str] | None:
+    text = str(source)
+    if "://" in text:
+        if not text.startswith("file:///"):
+            return None
+        text = text.removeprefix("file://")
+    if ".." in text.split("/"):  # with links on the way, the name alone does not show the folder
+        return None
+    return _IN_CACHE.fullmatch(os.path.abspath(os.path.expanduser(text)))

@@ -1,0 +1,171 @@
+"""Digests of local weight files by their headers and sampled blocks, cached while the files stay unchanged."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from rfork.errors import StorageChanged, StorageCorrupt, StorageError, StorageMissing
+from rfork.storage.local.errors import storage_error
+from rfork.storage.versions.weight_files import SAFETENSORS
+
+COMPLETE_BYTES: Final = 256 << 10
+"""Files up to this size are read completely."""
+SAMPLES: Final = 64
+BLOCK_BYTES: Final = 4096
+HEAD_BYTES: Final = 64 << 10
+"""Bytes at the front of a file that is not safetensors, where most formats keep their metadata."""
+MAX_HEADER_BYTES: Final = 100_000_000
+"""Limit of the safetensors format."""
+SETTLED_NS: Final = 2_000_000_000
+"""Age of the last change from which on a file's digest is cached: file systems date changes in ticks, and two
+changes within one tick cannot be distinguished."""
+MAX_CACHED: Final = 1 << 16
+LFS_POINTER: Final = b"version https://git-lfs"
+
+Read = Callable[[int, int], bytes]
+"""Returns the bytes at an offset, of a length."""
+
+
+class FileState(NamedTuple):
+    """Identity and time of last change of a local file."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+_cache: dict[tuple[FileState, bool], bytes] = {}
+_cache_lock = threading.Lock()
+
+
+def state_of(path: Path) -> FileState:
+    """Return the state of a regular file, links followed. Raises StorageError kinds."""
+    try:
+        return _checked_state(path, path.stat())
+    except FileNotFoundError as error:
+        if path.is_symlink():
+            raise StorageMissing(
+                f"{path} is a broken link: {os.readlink(path)} does not exist",
+                hint="download the checkpoint again",
+            ) from None
+        raise storage_error(path, error) from None
+    except OSError as error:
+        raise storage_error(path, error) from None
+
+
+def digest_of_file(path: Path, state: FileState) -> bytes:
+    """Digest a file by its size, header and sampled blocks. Thread-safe.
+
+    Raises StorageChanged where the file is no longer in `state` before or after it is read, StorageCorrupt
+    where its name says safetensors and its content does not, and other StorageErrors.
+    """
+    key = state, path.name.endswith(SAFETENSORS)
+    with _cache_lock:
+        cached = _cache.get(key)
+    if cached is not None:
+        return cached
+    digest = read_unchanged(path, state, lambda read: sampled_digest(str(path), state.size, read))
+    if time.time_ns() - state.ctime_ns >= SETTLED_NS:
+        with _cache_lock:
+            while len(_cache) >= MAX_CACHED:
+                del _cache[next(iter(_cache))]
+            _cache[key] = digest
+    return digest
+
+
+def read_unchanged(path: Path, state: FileState, use: Callable[[Read], bytes]) -> bytes:
+    """Return what `use` makes of the file's bytes. Raises as `digest_of_file`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise storage_error(path, error) from None
+    try:
+        _check_unchanged(path, state, descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+        def read(offset: int, length: int) -> bytes:
+            block = os.pread(descriptor, length, offset)
+            while len(block) < length:  # pread may return less
+                more = os.pread(descriptor, length - len(block), offset + len(block))
+                if not more:
+                    raise StorageChanged(f"{path} was truncated while it was read")
+                block += more
+            return block
+
+        result = use(read)
+        _check_unchanged(path, state, descriptor)
+        return result
+    except OSError as error:
+        raise storage_error(path, error) from None
+    finally:
+        os.close(descriptor)
+
+
+def sampled_digest(uri: str, size: int, read: Read, samples: int = SAMPLES) -> bytes:
+    """Digest a file's size, its header and its sampled blocks. Raises StorageCorrupt, or as `read`."""
+    head = HEAD_BYTES
+    if uri.endswith(SAFETENSORS):
+        head = _header_bytes(uri, size, read)
+    digest = hashlib.sha256(size.to_bytes(8, "little"))
+    for offset, length in sampled_ranges(size, head, samples):
+        digest.update(read(offset, length))
+    return digest.digest()
+
+
+def sampled_ranges(size: int, head: int, samples: int = SAMPLES) -> list[tuple[int, int]]:
+    """Return offset and length of each part of a file that is read: all of it up to `COMPLETE_BYTES`.
+
+    Of a larger file: the first `head` bytes, a block at a page boundary in each of `samples` equal parts,
+    chosen by a hash of the size and the part's number, and the last block.
+    """
+    if size <= COMPLETE_BYTES:
+        return [(0, size)]
+    pages = -(-size // BLOCK_BYTES)
+    hashed = hashlib.shake_256(f"rfork-samples-v1:{size}".encode()).digest(8 * samples)
+    ranges = [(0, min(head, size))]
+    for number, (chosen,) in enumerate(struct.iter_unpack("<Q", hashed)):
+        first, end = number * pages // samples, (number + 1) * pages // samples
+        offset = (first + chosen % (end - first)) * BLOCK_BYTES
+        ranges.append((offset, min(BLOCK_BYTES, size - offset)))
+    ranges.append((size - BLOCK_BYTES, BLOCK_BYTES))
+    return ranges
+
+
+def _header_bytes(uri: str, size: int, read: Read) -> int:
+    front = read(0, min(size, 9))
+    if len(front) == 9 and front[8:] == b"{":
+        end = 8 + int.from_bytes(front[:8], "little")
+        if end <= min(size, 8 + MAX_HEADER_BYTES):
+            return end
+        if end <= 8 + MAX_HEADER_BYTES:
+            raise StorageCorrupt(
+                f"{uri} is truncated: {size} bytes, and its header has {end}", hint=_again(b"")
+            )
+    raise StorageCorrupt(f"{uri} is not a safetensors file", hint=_again(front))
+
+
+def _again(front: bytes) -> str:
+    if front and LFS_POINTER.startswith(front):
+        return "it is a pointer of Git LFS: run `git lfs pull`"
+    return "download the checkpoint again"
+
+
+def _check_unchanged(path: Path, state: FileState, descriptor: int) -> None:
+    if _checked_state(path, os.fstat(descriptor)) != state:
+        raise StorageChanged(f"{path} changed while it was read")
+
+
+def _checked_state(path: Path, status: os.stat_result) -> FileState:
+    if not stat.S_ISREG(status.st_mode):
+        raise StorageError(f"{path} is not a regular file")
+    return FileState(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

@@ -1,0 +1,28 @@
+"""The version of the weights that an instance would load by itself. Runs on the target, without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from rfork.settings import StorageSettings
+from rfork.storage.versions.fingerprint import fingerprint_of
+from rfork.storage.versions.hub import hub_commit, is_complete_snapshot, is_hub_id
+
+COMMIT_PREFIX: Final = "commit:"
+
+
+def version_of(
+    source: str | Path, *, revision: str | None = None, settings: StorageSettings | None = None
+) -> str | None:
+    """Return ``commit:`` and the commit of a hub model, else the fingerprint of the weight files at `source`.
+
+    `source` is a folder, a file, a URI of storage, or a hub id. None means that no version is known: a folder
+    without weight files, or a hub id that is not in the local cache (yet). One file or one folder of a hub
+    model has its fingerprint, as a repository may hold several sets of weights. Raises as `fingerprint_of`.
+    """
+    hub_id = is_hub_id(source)
+    if hub_id or is_complete_snapshot(source):
+        commit = hub_commit(source, revision)
+        return f"{COMMIT_PREFIX}{commit}" if commit is not None else None
+    return fingerprint_of(source, settings)

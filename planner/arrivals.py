@@ -36,7 +36,7 @@ class Expected:
         self._came: dict[Position, set[str]] = {}
 
     def fits(self, version: str) -> bool:
-        """Return whether replicas of this version may be part of the scale-up; an empty one is not settled."""
+        """Return whether replicas of this version, if it is settled, may be part of the scale-up."""
         return not version or self.record.scaleup.version in (None, version)
 
     def left(self, position: Position) -> int:

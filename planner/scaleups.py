@@ -69,7 +69,8 @@ class ScaleUps:
         if known is None or known.scaleup != scaleup:
             self._log.info(
                 "scale-up announced", scaleup_id=scaleup.scaleup_id, model=scaleup.model,
-                version=scaleup.version, replicas=scaleup.replicas, expires_in_s=scaleup.expires_in_s, by=scaleup.by,
+                version=scaleup.version, replicas=scaleup.replicas, by=scaleup.by,
+                expires_in_s=scaleup.expires_in_s,
             )  # fmt: skip
         one = self._known(scaleup.scaleup_id)
         held = Prospects.of(self._store.state, scaleup.model, scaleup.version)

@@ -13,6 +13,7 @@
     │   └── UnsupportedTensor      a tensor that has no bytes to carry (meta, sparse, quantized wrapper)
     ├── TargetError                fault: target   exit 3   the side that receives is at fault
     │   ├── LayoutMismatch         target and source do not hold the same tensors; names the first difference
+    │   ├── WrongVersion           one server would be made of two versions of the weights
     │   ├── LeaseRefused           a lease token is expired, forged or for another source
     │   └── DeadlinePassed         the fork's own time is over
     ├── SourceError                fault: source   exit 4   the side that gives is at fault; another is asked
@@ -129,6 +130,10 @@ class TargetError(RforkError):
 
 class LayoutMismatch(TargetError):
     """Target and source do not hold the same tensors."""
+
+
+class WrongVersion(TargetError):
+    """A rank would get weights of another version than its replica has."""
 
 
 class LeaseRefused(TargetError):

@@ -24,6 +24,16 @@ NameOption = Annotated[
         help="Name of the model; seeds and forks meet under it [default: the folder's name]",
     ),
 ]
+VersionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--version",
+        metavar="VERSION",
+        help="Version of the weights; instances share weights only of equal versions "
+        "[env: RFORK_VERSION] [default: the hub commit, else a fingerprint of the files]",
+        show_default=False,
+    ),
+]
 FolderArgument = Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face model folder.")]
 BindOption = Annotated[
     str | None, typer.Option("--bind", metavar="ADDRESS", help="Address to listen on [env: RFORK_BIND]")

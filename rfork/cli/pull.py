@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,7 @@ from rfork.cli.options import (
     JsonOption,
     NameOption,
     PlannerOption,
+    VersionOption,
     model_name,
 )
 from rfork.cli.progress import Bar, sources_note
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 def pull(
     folder: FolderArgument,
     name: NameOption = None,
+    version: VersionOption = None,
     planner: PlannerOption = None,
     snapshot: Annotated[
         str | None,
@@ -46,7 +49,9 @@ def pull(
     checkpoint: Annotated[
         str | None,
         typer.Option(
-            metavar="PATH_OR_URI", help="Folder of safetensors files to fall back to when no source works."
+            metavar="PATH_OR_URI",
+            help="Folder of safetensors files to fall back to when no source works "
+            "[default: MODEL_DIR, if it has weights]",
         ),
     ] = None,
     generate: Annotated[
@@ -72,9 +77,18 @@ def pull(
     """Build MODEL_DIR's model from its config alone, and fork its weights from a running instance."""
     with reported(as_json=as_json):
         chosen = options.load(
-            Settings, planner=planner, bind=bind, host=host, egress_rate=egress_rate, deadline_s=deadline
+            Settings,
+            planner=planner,
+            bind=bind,
+            host=host,
+            egress_rate=egress_rate,
+            deadline_s=deadline,
+            version=version,
         )
-        if not (chosen.planner or snapshot or chosen.snapshot or checkpoint):
+        from rfork.engines.own_version import version_of_files
+
+        files = checkpoint or (folder if version_of_files(folder) is not None else None)
+        if not (chosen.planner or snapshot or chosen.snapshot or files):
             raise SettingsError(
                 "no planner is set, and nothing else to read from",
                 hint="pass --planner URL or set RFORK_PLANNER; or name a --snapshot or a --checkpoint",
@@ -85,7 +99,7 @@ def pull(
         from rfork.image.capture import capture
         from rfork.image.proof import image_sha256
 
-        unfilled = Unfilled(folder, checkpoint)
+        unfilled = Unfilled(folder, files)
         # A fallback that transformers loads writes no bar beside this one.
         with Bar(f"fork {model_name(folder, name)}") as bar, counted(lambda done, total: None):
 
@@ -102,6 +116,7 @@ def pull(
                 rank=None,
                 snapshot=snapshot,
                 ways=unfilled.ways,
+                files=partial(version_of_files, files) if files is not None else None,
                 exclude=(),
                 settings=chosen,
                 on_progress=show,

@@ -13,15 +13,18 @@ from rfork.cli.options import (
     JsonOption,
     NameOption,
     PlannerOption,
+    VersionOption,
     model_name,
 )
 from rfork.settings import Settings
 from rfork.signals import stopped_by_signal, wait_until
+from rfork.weights_version import short
 
 
 def seed(
     folder: FolderArgument,
     name: NameOption = None,
+    version: VersionOption = None,
     planner: PlannerOption = None,
     bind: BindOption = None,
     host: HostOption = None,
@@ -30,18 +33,26 @@ def seed(
 ) -> None:
     """Load a Hugging Face folder with transformers and seed it until interrupted."""
     with reported(as_json=as_json):
-        chosen = options.load(Settings, planner=planner, bind=bind, host=host, egress_rate=egress_rate)
+        chosen = options.load(
+            Settings, planner=planner, bind=bind, host=host, egress_rate=egress_rate, version=version
+        )
         configure_logs(chosen, as_json=as_json)
         from rfork.engines import torch as engine
+        from rfork.engines.own_version import version_of_files
         from rfork.engines.transformers import loaded_model
 
         if chosen.planner is None:
             err.print(
                 "[yellow]warning:[/] no planner is set, so no fork will find this seed (set RFORK_PLANNER)"
             )
+        before = version_of_files(folder)
         with loading(f"load {model_name(folder, name)}"):
             module = loaded_model(folder)
-        with engine.seed(module, model=model_name(folder, name), settings=chosen) as giving:
+        # Files that were replaced meanwhile may be either: the weights are then named after their bytes.
+        own = before if before == version_of_files(folder) else None
+        with engine.seed(
+            module, model=model_name(folder, name), version=chosen.version or own, settings=chosen
+        ) as giving:
             if chosen.planner is not None and not giving.wait_acknowledged(chosen.planner_timeout_s):
                 err.print(f"[yellow]warning:[/] {chosen.planner} does not answer yet; trying on")
             report, stopped = giving.report(), stopped_by_signal()
@@ -50,8 +61,8 @@ def seed(
             else:
                 size = f"{report.image_bytes / 1e9:.3f} GB, {report.chunk_count} chunks"
                 out.print(
-                    f"seed ready: {report.model} ({size}) at {report.address} "
-                    f"over {', '.join(report.transports)}; instance {report.instance_id[:8]}"
+                    f"seed ready: {report.model} ({size}) at {report.address} over {', '.join(report.transports)}; "
+                    f"version {short(report.version)}, instance {report.instance_id[:8]}"
                 )
             wait_until(stopped)
             err.print("closing: readers may finish")

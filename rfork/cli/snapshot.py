@@ -15,10 +15,10 @@ from rfork.cli import snapshots
 from rfork.cli.completion import complete_model
 from rfork.cli.console import configure_logs, out, print_json, reported
 from rfork.cli.loading import loading
-from rfork.cli.options import JsonOption, PlannerOption, model_name
+from rfork.cli.options import JsonOption, PlannerOption, VersionOption, model_name
 from rfork.cli.progress import Bar, sources_note
 from rfork.control.client import PlannerClient
-from rfork.errors import SettingsError, UserError
+from rfork.errors import SettingsError, StorageChanged, UserError
 from rfork.settings import Settings
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class _Way:
 
         check_target(self.uri)
 
-    def write(self, image: Image, manifest: Manifest, rank: Rank, model: str) -> _Done:
+    def write(self, image: Image, manifest: Manifest, rank: Rank, model: str, version: str | None) -> _Done:
         from rfork.storage.snapshots.writer import write_snapshot
 
         began = time.monotonic()
@@ -122,6 +122,7 @@ class _Way:
                 self.uri,
                 rank=rank,
                 model=model,
+                version=version,
                 shared=self.shared,
                 check=self.check,
                 progress=show,
@@ -179,6 +180,7 @@ def write(
             help="With --shared: read the chunks that are there, and replace those that are damaged.",
         ),
     ] = False,
+    version: VersionOption = None,
     planner: PlannerOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -187,7 +189,7 @@ def write(
     From a model that runs (--name), over the wire as a fork would take it, or from a folder (--from).
     """
     with reported(as_json=as_json):
-        chosen = options.load(Settings, planner=planner)
+        chosen = options.load(Settings, planner=planner, version=version)
         configure_logs(chosen, as_json=as_json, brief=True)
         if name is None and source is None:
             raise SettingsError(
@@ -201,7 +203,7 @@ def write(
         way = _Way(uri, shared, check)
         way.try_it()
         if source is not None:
-            told = [_from_folder(source, name, way)]
+            told = [_from_folder(source, name, chosen.version, way)]
         else:
             told = _from_fleet(name or "", rank or (), way, chosen)
         if as_json:
@@ -211,16 +213,19 @@ def write(
                 out.print(each.line(), markup=False)
 
 
-def _from_folder(folder: Path, name: str | None, way: _Way) -> _Done:
+def _from_folder(folder: Path, name: str | None, version: str | None, way: _Way) -> _Done:
+    from rfork.engines.own_version import version_of_files
     from rfork.engines.transformers import loaded_model
     from rfork.image.capture import capture
     from rfork.seed.holding import seal
     from rfork.wire import Rank
 
-    model = model_name(folder, name)
+    model, before = model_name(folder, name), version_of_files(folder)
     with loading(f"load {model}"):
         image = capture(loaded_model(folder))
-    return way.write(image, seal(image), Rank(), model)
+    if before != version_of_files(folder):
+        raise StorageChanged(f"{folder}: the weight files changed while they were read", hint="try again")
+    return way.write(image, seal(image), Rank(), model, version or before)
 
 
 def _from_fleet(name: str, numbers: Sequence[int], way: _Way, settings: Settings) -> list[_Done]:
@@ -228,7 +233,7 @@ def _from_fleet(name: str, numbers: Sequence[int], way: _Way, settings: Settings
     from rfork.storage.snapshots.files import place_of, snapshot_name
 
     with PlannerClient.of(settings) as client:
-        holders = _chosen(ranks_of(client, name), numbers, name)
+        holders = _chosen(ranks_of(client, name, settings.version), numbers, name)
     names = [place_of(way.uri, holder.rank)[1] for holder in holders]
     if len(set(names)) < len(names):
         raise SettingsError(
@@ -244,7 +249,7 @@ def _from_fleet(name: str, numbers: Sequence[int], way: _Way, settings: Settings
                 bar.update(min(progress.bytes_read, image_bytes), image_bytes, sources_note(progress.sources))
 
             image, manifest = fetch(holder, lambda: PlannerClient.of(settings), settings, show)
-        told.append(way.write(image, manifest, holder.rank, name))
+        told.append(way.write(image, manifest, holder.rank, name, holder.version))
         del image
     return told
 

@@ -10,7 +10,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -19,8 +19,10 @@ from torch import nn
 from rfork import settings as options
 from rfork.control.client import PlannerClient
 from rfork.engines.instance import ATTRIBUTE, Instance
+from rfork.engines.own_version import CurrentVersion, choose_version, version_of_files
+from rfork.engines.replica import replica_of
 from rfork.engines.traits import Traits
-from rfork.errors import NothingLeft, RforkError, SettingsError, TargetError
+from rfork.errors import NothingLeft, RforkError, SettingsError, TargetError, WrongVersion
 from rfork.fork.fallback import Fallback, engine_fallback, snapshot_fallback
 from rfork.fork.session import ForkSession
 from rfork.logs import logger
@@ -45,6 +47,10 @@ class Subject:
     """The engine's: see `rfork.engines.traits`."""
     exclude: tuple[str, ...] = ()
     """Patterns of tensors that are no weights: KV caches."""
+    files: str | None = None
+    """The folder, or the hub id, that the engine loads this model from."""
+    revision: str | None = None
+    """Of the hub id."""
 
 
 Describe = Callable[[], Subject]
@@ -116,7 +122,7 @@ class _BringUp:
             if self._made is not None and self._loaded:
                 log.exception("the engine loaded its weights by itself, and does not give them")
                 return self._made
-            if self._loading or isinstance(error, SettingsError):
+            if self._loading or isinstance(error, (SettingsError, WrongVersion)):
                 raise
             if self._settings.required:
                 if isinstance(error, RforkError):
@@ -151,23 +157,42 @@ class _BringUp:
         chosen, subject = self._settings, self._subject
         if self._made is None:
             raise NothingLeft("there is no model to fill", ())
+        version, current_version = self._version()
         return ForkSession(
             self._made,
-            Identity.of(subject.model, subject.rank, chosen.replica),
+            Identity.of(
+                subject.model,
+                subject.rank,
+                chosen.replica,
+                version=version,
+                replica=replica_of(chosen, subject.rank),
+            ),
             chosen,
             choose(chosen),
             planner=PlannerClient.of(chosen) if chosen.planner is not None else None,
             dial=lambda address, token: PeerClient(address, token, chosen.tls),
-            fallbacks=self._ways(),
+            fallbacks=self._ways(version),
             exclude=subject.exclude,
+            current_version=current_version,
         )
 
-    def _ways(self) -> Sequence[Fallback]:
+    def _version(self) -> tuple[str | None, CurrentVersion | None]:
+        subject, storage = self._subject, options.load(StorageSettings)
+        files = (
+            partial(version_of_files, subject.files, subject.revision, storage)
+            if subject.files is not None
+            else None
+        )
+        return choose_version(self._settings.version, files, self._settings.snapshot, storage)
+
+    def _ways(self, version: str | None) -> Sequence[Fallback]:
         ways: list[Fallback] = []
         if self._settings.snapshot is not None:
             storage = options.load(StorageSettings)
             ways.append(
-                snapshot_fallback(self._settings.snapshot, self._subject.exclude, self._subject.rank, storage)
+                snapshot_fallback(
+                    self._settings.snapshot, self._subject.exclude, self._subject.rank, storage, version
+                )
             )
         if not self._settings.required:
             ways.append(engine_fallback(self._load, self._engine.check))

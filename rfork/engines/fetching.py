@@ -13,19 +13,28 @@ from rfork.fork.fetching import fetch as fetch
 from rfork.wire import InstanceReport, Rank
 
 
-def ranks_of(planner: PlannerClient, model: str) -> list[InstanceReport]:
-    """One instance that holds the whole image of each rank of `model`, in the order of the ranks.
+def ranks_of(planner: PlannerClient, model: str, version: str | None = None) -> list[InstanceReport]:
+    """Return one complete instance of each rank of one version of `model`, in the order of the ranks.
 
-    Where instances differ in their weights, it is one of the most numerous. Raises NoSource where none is.
+    Without a `version`, of the one that is served. Where instances of one version differ in their weights, it
+    is one of the most numerous. Raises NoSource where none is, and where several versions are served.
     """
-    whole = [
-        view.report
+    complete = [
+        view.report.model_copy(update={"version": view.version})
         for view in planner.instances(model=model)
         if view.report.state == "serving" and view.report.weights_id is not None
     ]
-    if not whole:
+    versions = sorted({report.version or "" for report in complete})
+    if version is None and len(versions) > 1:
         raise NoSource(
-            f"no running instance holds the weights of {model}", hint="see `rfork status` for those there are"
+            f"{len(versions)} versions of {model} are served: {', '.join(versions[:8])}",
+            hint="name one (--version)",
+        )
+    whole = [report for report in complete if version in (None, report.version)]
+    if not whole:
+        what = f"version {version} of {model}" if version is not None else model
+        raise NoSource(
+            f"no running instance holds the weights of {what}", hint="see `rfork status` for those there are"
         )
     alike = Counter(map(_kind, whole))
     chosen: dict[str, InstanceReport] = {}

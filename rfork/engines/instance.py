@@ -17,8 +17,10 @@ from rfork.engines.traits import Traits
 from rfork.errors import LayoutMismatch, RforkError
 from rfork.fork.report import ForkReport
 from rfork.image.capture import capture
+from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.logs import logger
+from rfork.seed.holding import VersionOf
 from rfork.seed.seed import Seed
 
 log = logger(__name__)
@@ -39,20 +41,30 @@ class Instance:
         self._renewing = threading.Lock()
         self._closing = threading.Lock()
         self._closed = False
+        self._updates = 0
+        self._renamed = 0
+        """Number of the update whose weights have no version yet; 0: none."""
+        self._stated: str | None = None
 
     def serving(self) -> AbstractContextManager[object]:
         """Around each step of the engine's own work: who reads is held back as far as it takes longer."""
         return self.seed.serving()
 
     @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
+    def updating(self, version: str | None = None) -> Iterator[None]:
         """Around a change of weights in place: nobody reads them meanwhile, and they are given after it.
 
-        When the block raises, the weights may be anything: nothing is given until the next change.
+        `version` names the new weights, where it is known. When the block raises, the weights may be
+        anything: nothing is given until the next change.
         """
-        self.fence()
+        self.begin_update()
         yield
-        self.renew()
+        self.renew(updated=True, version=version)
+
+    def begin_update(self) -> None:
+        """Fence before other weights are written; each rank of a replica counts the same updates."""
+        self._updates += 1
+        self.fence()
 
     def fence(self) -> None:
         """The weights are about to change: give nothing from now on. Returns once nobody reads them."""
@@ -65,9 +77,11 @@ class Instance:
         """
         self._let_go(self.seed.suspend)
 
-    def renew(self) -> None:
+    def renew(self, *, updated: bool = False, version: str | None = None) -> None:
         """The weights are whole again, maybe others, maybe elsewhere: digest and give them, in a thread.
 
+        `updated`: they are others than before, of `version` where that is known; each update begins with
+        `begin_update`.
         Fence or suspend before the change. Where another one is begun meanwhile, this one gives nothing: the
         next `renew` does.
         """
@@ -75,6 +89,8 @@ class Instance:
             return
         if self.seed.manifest is not None:
             self.fence()  # the caller forgot to: what is given is not what was told
+        if updated:
+            self._renamed, self._stated = self._updates, version
         arguments = (self.seed.generation,)
         threading.Thread(target=self._renew, args=arguments, name="rfork-renew", daemon=True).start()
 
@@ -92,6 +108,20 @@ class Instance:
             if not self._closed:
                 self._closed = True
                 self.seed.close(self.seed.settings.drain_s if drain_s is None else drain_s)
+
+    def _version_of(self) -> VersionOf | None:
+        """Return what names the weights that are served next; None where they are those of before."""
+        count = self._renamed
+        if not count:
+            return None
+        choose = self.seed.version_after_update(self._stated, count)
+
+        def chosen(manifest: Manifest) -> str | None:
+            if self._renamed == count:
+                self._renamed = 0
+            return choose(manifest)
+
+        return chosen
 
     def _let_go(self, how: Callable[[], None]) -> None:
         """The engine does its work, whatever an exporter says: the weights are only not given then."""
@@ -116,7 +146,7 @@ class Instance:
                 if generation != self.seed.generation:
                     return  # the weights change again by now
                 self._traits.note()
-                self.seed.resume(self.captured(), generation)
+                self.seed.resume(self.captured(), generation, self._version_of())
             except LayoutMismatch as error:
                 self.fence()
                 log.error(

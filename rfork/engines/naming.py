@@ -1,7 +1,7 @@
 """The name that seeds and forks of a model meet under, where nobody gives it one.
 
-Whoever asks for a model by a name gets what that name's seeds hold, as long as the layout fits: two
-fine-tunes of one model must not have one name. So a folder goes by its last part, unless that says nothing.
+Instances share weights only where their versions are equal too (`rfork.weights_version`), so a name need not
+tell one set of weights from another. A folder has its last part as its name, unless that says nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-HUB_FOLDER: Final = re.compile(r"(?:^|/)models--(?P<name>[^/]+)/snapshots/(?P<revision>[^/]+)/?$")
+HUB_FOLDER: Final = re.compile(r"(?:^|/)models--(?P<name>[^/]+)/snapshots/[^/]+/?$")
 """Where the hub's cache keeps a model: what engines make of the model's id when they are offline."""
 SAYS_NOTHING: Final = re.compile(
     r"(?:checkpoint|model|models|weights|snapshot|step|epoch|latest|last|best|final|merged|output|out|main|hf|v|r)?"
@@ -20,17 +20,15 @@ SAYS_NOTHING: Final = re.compile(
 """Last parts of folders that many models have: such a folder goes by its whole path."""
 
 
-def meeting_name(source: str | Path, revision: str | None = None) -> str:
-    """A hub's id as it is, a folder by its last part, or its path; with ``@revision`` where one is named.
+def meeting_name(source: str | Path) -> str:
+    """Return a hub id as it is, also that of a folder in the hub's cache; of other folders the last part.
 
-    Of the hub's cache, it is the id, and the commit that lies there.
+    Where that says nothing (``checkpoint-100``) it is the folder's path.
     """
     if hub := HUB_FOLDER.search(str(source)):
-        return f"{hub['name'].replace('--', '/')}@{revision or hub['revision']}"
+        return str(hub["name"].replace("--", "/"))
     folder = Path(source)
-    if isinstance(source, Path) or folder.is_dir():
-        whole = folder.resolve()
-        name = str(whole) if SAYS_NOTHING.fullmatch(whole.name) else whole.name
-    else:
-        name = source
-    return f"{name}@{revision}" if revision else name
+    if not isinstance(source, Path) and not folder.is_dir():
+        return source
+    resolved = folder.resolve()
+    return str(resolved) if SAYS_NOTHING.fullmatch(resolved.name) else resolved.name

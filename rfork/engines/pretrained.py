@@ -6,6 +6,7 @@ import atexit
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from torch import nn
 from rfork import settings as options
 from rfork.engines.blueprint import Blueprint
 from rfork.engines.naming import meeting_name
+from rfork.engines.own_version import version_of_files
 from rfork.engines.pretrained_config import SAFETENSORS
 from rfork.engines.torch import run_fork, settings_of
 from rfork.errors import ModelError, RforkError, UnsupportedTensor
@@ -40,6 +42,7 @@ def fork_pretrained(
     *,
     planner: str | None = None,
     name: str | None = None,
+    version: str | None = None,
     revision: str | None = None,
     model_class: type | None = None,
     dtype: str | torch.dtype = "auto",
@@ -65,7 +68,8 @@ def fork_pretrained(
     `from_pretrained`; without a class it is that which the config names. `device` is where the weights lie
     (CPU, or a CUDA device, for which transformers wants accelerate).
     Seeds and forks meet under `name`; without it the setting `model`, else the hub's name or that of the
-    folder, and ``@revision`` where one is given. `planner` (URL), `deadline` (seconds), `rank`, `snapshot`,
+    folder; and under `version`, without it the commit of the hub's model, or a fingerprint of the folder's
+    files. `planner` (URL), `deadline` (seconds), `rank`, `snapshot`,
     `exclude`, `settings` and `on_progress` are as for `rfork.fork`.
 
     Where nobody holds the weights, or no fork works: the snapshot, the safetensors files beside the config,
@@ -76,7 +80,7 @@ def fork_pretrained(
     Raises NothingLeft when nothing worked, ModelError where there is no such model or transformers cannot
     load it.
     """
-    chosen = settings_of(settings, planner=planner, deadline_s=deadline)
+    chosen = settings_of(settings, planner=planner, deadline_s=deadline, version=version)
     blueprint = Blueprint.of(
         source,
         revision=revision,
@@ -94,10 +98,11 @@ def fork_pretrained(
     try:
         report = run_fork(
             model,
-            model=name or chosen.model or meeting_name(source, revision),
+            model=name or chosen.model or meeting_name(source),
             rank=rank,
             snapshot=snapshot,
             ways=[] if chosen.required else _ways(blueprint, model, last),
+            files=partial(version_of_files, source, revision),
             exclude=exclude,
             settings=chosen,
             on_progress=on_progress,

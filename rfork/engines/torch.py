@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import nn
 
 from rfork import settings as options
 from rfork.control.client import PlannerClient
-from rfork.errors import UnsupportedTensor
+from rfork.engines.own_version import CurrentVersion, choose_version, version_of_files
+from rfork.engines.replica import replica_of
+from rfork.errors import SettingsError, UnsupportedTensor
 from rfork.fork.fallback import Fallback, checkpoint_fallback, loader_fallback, snapshot_fallback
 from rfork.fork.progress import OnProgress
 from rfork.fork.report import ForkReport
 from rfork.fork.session import ForkSession
 from rfork.image.capture import capture
+from rfork.image.manifest import Manifest
 from rfork.peer.client import PeerClient
 from rfork.seed.holding import seal
 from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings, StorageSettings
 from rfork.transport.choice import choose
+from rfork.weights_version import is_single, of_weights, unnamed
 from rfork.wire import Rank
 
 
@@ -28,8 +33,10 @@ def fork(
     module: nn.Module,
     *,
     model: str,
+    version: str | None = None,
     planner: str | None = None,
     rank: Rank | None = None,
+    replica: str | None = None,
     deadline: float | None = None,
     snapshot: str | Path | None = None,
     checkpoint: str | Path | None = None,
@@ -40,7 +47,11 @@ def fork(
 ) -> ForkReport:
     """Fill `module` with the weights of a running instance of `model`, in place. Runs on the target.
 
-    The module must be built as the seeds' were, in its final layout; its weights may hold anything.
+    The module must be built as the seeds' were, in its final layout; its weights may hold anything. It gets
+    weights of one version: `version`, else that of `checkpoint`, else that of the snapshot. Without any of
+    these it takes over the version that is served, if there is exactly one (`ForkReport.version`); where
+    several are, it loads by itself. All ranks that have one `replica` get one version; ranks whose processes
+    share torch.distributed's default group agree by themselves.
     While it is filled, and from then on, this process gives the weights onwards: `ForkReport.seed`
     is that giving side, open until it is closed or the process ends. An engine that serves from here on
     tells it of each step (`Seed.serving`), so that forks of this instance do not slow it down.
@@ -61,9 +72,11 @@ def fork(
     Raises NothingLeft when nothing worked, and UserError kinds for what the caller got wrong; the
     module's content is then undefined. It is never half filled and returned as a success.
     """
-    ways = []
+    ways, files = [], None
     if checkpoint is not None:
-        ways.append(checkpoint_fallback(checkpoint, options.load(StorageSettings)))
+        storage = options.load(StorageSettings)
+        ways.append(checkpoint_fallback(checkpoint, storage))
+        files = partial(version_of_files, checkpoint, settings=storage)
     if loader is not None:
         ways.append(loader_fallback(loader))
     return run_fork(
@@ -72,8 +85,11 @@ def fork(
         rank=rank,
         snapshot=snapshot,
         ways=ways,
+        files=files,
         exclude=exclude,
-        settings=settings_of(settings, planner=planner, deadline_s=deadline),
+        settings=settings_of(
+            settings, planner=planner, deadline_s=deadline, version=version, replica=replica
+        ),
         on_progress=on_progress,
     )
 
@@ -85,17 +101,23 @@ def run_fork(
     rank: Rank | None,
     snapshot: str | Path | None,
     ways: Sequence[Fallback],
+    files: CurrentVersion | None,
     exclude: Sequence[str],
     settings: Settings,
     on_progress: OnProgress | None,
 ) -> ForkReport:
-    """As `fork`, for rooms of engines: what follows the snapshot is given as `ways`, best first."""
-    fallbacks = list(ways)
-    if (named := snapshot or settings.snapshot) is not None:
-        fallbacks.insert(0, snapshot_fallback(named, exclude, rank, options.load(StorageSettings)))
+    """As `fork`, for the other engines: what follows the snapshot is given as `ways`, best first.
+
+    `files` computes the version of the files that they read; None: they have no version of their own.
+    """
+    fallbacks, storage = list(ways), options.load(StorageSettings)
+    named, rank = snapshot or settings.snapshot, rank or Rank()
+    version, current_version = choose_version(settings.version, files, named, storage)
+    if named is not None:
+        fallbacks.insert(0, snapshot_fallback(named, exclude, rank, storage, version))
     return ForkSession(
         module,
-        Identity.of(model, rank or Rank(), settings.replica),
+        Identity.of(model, rank, settings.replica, version=version, replica=replica_of(settings, rank)),
         settings,
         choose(settings),
         planner=PlannerClient.of(settings) if settings.planner is not None else None,
@@ -103,6 +125,7 @@ def run_fork(
         fallbacks=fallbacks,
         on_progress=on_progress,
         exclude=exclude,
+        current_version=current_version,
     ).run()
 
 
@@ -111,8 +134,10 @@ def seed(
     module: nn.Module,
     *,
     model: str,
+    version: str | None = None,
     planner: str | None = None,
     rank: Rank | None = None,
+    replica: str | None = None,
     exclude: Sequence[str] = (),
     settings: Settings | None = None,
 ) -> Iterator[Seed]:
@@ -122,7 +147,9 @@ def seed(
     digests them anew and gives them from then on (`Seed.updating`). On leaving, readers get
     `settings.drain_s` seconds to finish.
 
-    Forks meet it under the name `model`. `planner` (URL) overrides `settings`, which are those of the
+    Forks meet it under the name `model` and `version`. Without a version (and the setting of that name) the
+    weights are named after their bytes; of a model of several ranks, after the `replica`, which has to be
+    equal on all of them. `planner` (URL) overrides `settings`, which are those of the
     environment where none are given; `rank` says which part of a model this is, without one all of it;
     tensors whose names match a pattern in `exclude` (of `fnmatch`) are not given, and a fork has to exclude
     them too.
@@ -133,19 +160,39 @@ def seed(
     Raises UnsupportedTensor for a tensor that has no bytes to give, and where there is none at all; PortInUse
     where a port of the settings is taken. A planner that does not answer is no error: it is told later.
     """
-    chosen = settings_of(settings, planner=planner)
+    chosen = settings_of(settings, planner=planner, version=version, replica=replica)
+    rank = rank or Rank()
     image = capture(module, exclude=exclude)
     if not image.layout.image_bytes:
         raise UnsupportedTensor("(all)", "the module has no tensor with bytes, so there is nothing to seed")
+    manifest, agreed = seal(image), replica_of(chosen, rank)
     with Seed(
         image,
-        Identity.of(model, rank or Rank(), chosen.replica),
+        Identity.of(
+            model,
+            rank,
+            chosen.replica,
+            version=chosen.version or _named(manifest, rank, agreed),
+            replica=agreed,
+        ),
         chosen,
         choose(chosen),
-        manifest=seal(image),
+        manifest=manifest,
         planner=PlannerClient.of(chosen) if chosen.planner is not None else None,
     ) as giving:
         yield giving
+
+
+def _named(manifest: Manifest, rank: Rank, replica: str | None) -> str:
+    """Return a version for weights of which nothing is known but their bytes. Raises SettingsError."""
+    if is_single(rank):
+        return of_weights(manifest.weights_id)
+    if replica is None:
+        raise SettingsError(
+            "the ranks of a seed need one version, and this one has none",
+            hint="pass version= (or RFORK_VERSION), or replica=, equal on all ranks",
+        )
+    return unnamed(replica)
 
 
 def settings_of(settings: Settings | None, **overrides: object) -> Settings:

@@ -18,7 +18,14 @@ from typing import Final, Literal
 import httpx
 
 from rfork.control.client import PlannerClient
-from rfork.errors import NoSource, PlannerRefused, PlannerUnreachable, RforkError, SourceChanged
+from rfork.errors import (
+    NoSource,
+    PlannerRefused,
+    PlannerUnreachable,
+    RforkError,
+    SourceChanged,
+    WrongVersion,
+)
 from rfork.fork.cold import Offers
 from rfork.fork.deadline import Deadline
 from rfork.fork.explain import explain_mismatch
@@ -39,6 +46,8 @@ is none any more it costs so much before the fallback begins, and what the call 
 nothing where connections are refused, up to `Settings.planner_timeout_s` where nothing answers at all. One
 that connects and is silent costs two such timeouts."""
 PAUSE_S: Final = 0.2
+REPLICA_VERSION: Final = "replica-version"
+"""The planner's problem where a rank's files are not of the version that its replica has."""
 AWAY: Final = (
     httpx.codes.TOO_MANY_REQUESTS,
     httpx.codes.BAD_GATEWAY,
@@ -104,7 +113,29 @@ class Asking:
         )
         with self._watch.phase("plan"):
             # Who reads already goes on with that, and asks again by itself.
-            return self._planner.ask(request) if self._planned else self._ask_patiently(request)
+            try:
+                plan = self._planner.ask(request) if self._planned else self._ask_patiently(request)
+            except PlannerRefused as error:
+                if error.problem != REPLICA_VERSION:
+                    raise
+                hint = "make the files equal on all nodes, or state the version (RFORK_VERSION)"
+                raise WrongVersion(str(error), hint=hint) from None
+        self._adopt_version(plan)
+        return plan
+
+    def _adopt_version(self, plan: Plan) -> None:
+        """Take over the version that the planner chose, or check that it is this instance's own.
+
+        Raises NoSource for a plan of another version, which must not be followed.
+        """
+        if plan.version is None or plan.version == self._seed.version:
+            return
+        if not self._seed.takes_any_version:
+            raise NoSource(
+                f"the planner planned version {plan.version}, and this instance wants {self._seed.version}"
+            )
+        log.info("version taken over", version=plan.version, before=self._seed.version)
+        self._seed.version = plan.version
 
     def _ask_patiently(self, request: ForkRequest) -> Plan:
         """Ask until the planner answers, or has been away or silent for too long."""

@@ -62,11 +62,13 @@ class Offers:
         exclude: Sequence[str] = (),
         elsewhere: Callable[[Fallback], None] | None = None,
         tracer: Tracer = OFF,
+        check_files: Callable[[], None] | None = None,
     ) -> None:
         """`exclude` is what the image leaves out of the module; see `capture`. No `derived`, no ways.
 
         `patience_s` is how long storage that gives nothing is waited for when it is opened; `elsewhere` runs
-        a way that builds a model of its own.
+        a way that builds a model of its own. `check_files` raises CheckpointError where the instance's own
+        files are of another version than it wants: those that wait for them must not get them.
         """
         self.told: tuple[StorageOffer, ...] = ()
         """What was opened; nothing before `open`."""
@@ -81,6 +83,7 @@ class Offers:
         self._exclude = exclude
         self._elsewhere = elsewhere
         self._tracer = tracer
+        self._check_files = check_files
         self._lock = threading.Lock()
         self._opened = False
         self._chunked: dict[tuple[StorageKind, str], Storage] = {}
@@ -101,6 +104,8 @@ class Offers:
             for way, attempt in attempts:
                 try:
                     storage = attempt.result(until) if attempt is not None else None
+                    if way.kind != "snapshot" and self._check_files is not None:
+                        self._check_files()  # once they are open: what is read is what was checked
                 except (CheckpointError, StorageError) as error:
                     log.warning("not offered for a cold start", way=way.name, because=str(error))
                     self.reasons.append(error)

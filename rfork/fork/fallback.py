@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from rfork.errors import NothingLeft, RforkError, SettingsError, UserError
+from rfork.errors import CheckpointError, NothingLeft, RforkError, SettingsError, UserError
 from rfork.fields import StorageKind, Text
 from rfork.image import ranges
 from rfork.image.capture import capture
@@ -32,6 +32,7 @@ from rfork.storage.checkpoints.pieces import CheckpointChunks, NotByteForByte
 from rfork.storage.location import Location
 from rfork.storage.snapshots.files import place_of
 from rfork.storage.snapshots.snapshot import Snapshot
+from rfork.weights_version import short
 from rfork.wire import Rank
 
 log = logger(__name__)
@@ -120,9 +121,11 @@ def snapshot_fallback(
     exclude: Sequence[str] = (),
     rank: Rank | None = None,
     settings: StorageSettings | None = None,
+    version: str | None = None,
 ) -> Fallback:
     """Read a snapshot, whose image leaves out what matches `exclude` (see `capture`).
 
+    It must hold weights of `version`; None: of any.
     `uri`, or path, is of its file, or of the folder that holds one for each rank. Raises SettingsError.
     """
     named = str(uri)
@@ -132,11 +135,20 @@ def snapshot_fallback(
 
     def load(module: nn.Module) -> None:
         image = capture(module, exclude=exclude)
-        with closing(Snapshot.open(named, image.layout, rank=rank, settings=settings)) as snapshot:
+        with closing(opened(image)) as snapshot:
             snapshot.fill(image)
 
+    def opened(image: Image) -> Snapshot:
+        snapshot = Snapshot.open(named, image.layout, rank=rank, settings=settings)
+        try:
+            _check_version(snapshot, version)
+        except BaseException:
+            snapshot.close()
+            raise
+        return snapshot
+
     def chunks(module: nn.Module, image: Image, derived: Derived) -> Storage:
-        return Snapshot.open(named, image.layout, rank=rank, settings=settings)
+        return opened(image)
 
     return Fallback(f"snapshot {told}", load, "snapshot", told, chunks)
 
@@ -227,6 +239,19 @@ def fall_back(
         f"no way to get the weights is left: {told}",
         failures,
         hint=next((error.hint for error in reversed(failures) if error.hint), ANOTHER_WAY),
+    )
+
+
+def _check_version(snapshot: Snapshot, version: str | None) -> None:
+    """Raise CheckpointError for a snapshot of other weights than those of `version`."""
+    recorded = snapshot.told.version
+    if version is None or recorded == version:
+        return
+    if recorded is None and version.startswith("weights:"):
+        return  # derived from this very snapshot, which records none
+    raise CheckpointError(
+        f"snapshot {snapshot.uri} holds version {short(recorded)}, and this instance wants {short(version)}",
+        hint="write the snapshot again from an instance of that version, or unset RFORK_SNAPSHOT",
     )
 
 

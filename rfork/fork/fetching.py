@@ -79,7 +79,7 @@ def fetch_reported(
     module._buffers.update(tensors)
     report = ForkSession(
         module,
-        Identity(holder.model, holder.rank),
+        Identity(holder.model, holder.rank, version=holder.version, replica=f"fetch-{uuid4().hex[:12]}"),
         settings.model_copy(update={"weight": RARELY, "snapshot": None, "deadline_s": left}),
         choose(settings),
         planner=connect(),
@@ -101,6 +101,7 @@ def _layout(planner: PlannerClient, holder: InstanceReport, settings: Settings, 
         instance=holder.model_copy(
             update={
                 "instance_id": uuid4().hex,
+                "replica": None,
                 "weights_id": None,
                 "state": "loading",
                 "verified": (),

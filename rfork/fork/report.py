@@ -56,8 +56,8 @@ class ForkReport:
     """How one rank got its weights. Sizes in bytes, times in seconds.
 
     `fork_id` and `instance_id` are what the planner knows this fork and this process by, `model` the name
-    they met under. `layout_id` names which tensors the image has, `weights_id` their bytes; it has
-    `image_bytes` in `chunks` chunks, of which `chunks_verified` were compared with a digest.
+    they met under, `version` which weights of it these are. `layout_id` names which tensors the image has,
+    `weights_id` their bytes; it has `image_bytes` in `chunks` chunks, of which `chunks_verified` were compared with a digest.
     `outcome` is ``forked`` where the planner's plan gave every chunk (from peers or, where it elected
     this instance, from its own storage), ``fallback`` where this instance loaded them by itself after all.
     `seconds` is the whole call; `phases` its parts (capture, offer, plan, transfer, fallback, digest), each
@@ -92,6 +92,7 @@ class ForkReport:
     sources: tuple[SourceShare, ...] = ()
     link_bytes_per_s: float | None = None
     efficiency: float | None = None
+    version: str | None = None
     fallback: str | None = None
     reasons: tuple[str, ...] = ()
     trace_id: str | None = None
@@ -127,6 +128,7 @@ class ForkReport:
     def describe(self, span: Span) -> None:
         """Have the fork's span say what the report does."""
         span.set(
+            version=self.version,
             outcome=self.outcome,
             bytes=self.image_bytes,
             chunks=self.chunks,

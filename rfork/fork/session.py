@@ -6,13 +6,14 @@ Runs on the target. The order of design section 4, in one place.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from uuid import uuid4
 
 from torch import nn
 
 from rfork.control.client import PlannerClient
 from rfork.errors import (
+    CheckpointError,
     DeadlinePassed,
     ForkFailed,
     NetworkError,
@@ -21,7 +22,9 @@ from rfork.errors import (
     PlannerRefused,
     PlannerUnreachable,
     RforkError,
+    StorageError,
     UnsupportedTensor,
+    WrongVersion,
 )
 from rfork.fields import Outcome
 from rfork.fork.asking import Asking
@@ -47,6 +50,7 @@ from rfork.settings import Settings
 from rfork.tracing import Tracer
 from rfork.tracing import tracer as process_tracer
 from rfork.transport.base import Transport
+from rfork.weights_version import is_single, is_unnamed
 
 log = logger(__name__)
 
@@ -77,8 +81,11 @@ class ForkSession:
         exclude: Sequence[str] = (),
         serve_peer: ServePeer = PeerServer,
         tracer: Tracer | None = None,
+        current_version: Callable[[], str | None] | None = None,
     ) -> None:
-        """`tracer`: this process's, unless it is given. Raises what `rfork.tracing.tracer` raises."""
+        """`tracer`: this process's, unless it is given. `current_version` computes the version of this
+        instance's own files again, where the identity's is theirs. Raises what `rfork.tracing.tracer` raises.
+        """
         self._module = module
         self._identity = identity
         self._settings = settings
@@ -88,6 +95,7 @@ class ForkSession:
         self._fallbacks = fallbacks
         self._on_progress = on_progress
         self._exclude = exclude
+        self._current_version = current_version
         self._serve_peer = serve_peer
         self._fork_id = uuid4().hex
         self._tracer = tracer or process_tracer()
@@ -176,7 +184,9 @@ class ForkSession:
             seed.fence()
             with self._watch.phase("fallback") as span:
                 span.set(because=f"{error.kind}: {error}")
-                way = fall_back(self._module, derived, self._fallbacks, reasons, replacing.load)
+                way = fall_back(
+                    self._module, derived, self._fallbacks_of(seed, reasons), reasons, replacing.load
+                )
                 span.set(source=way.name)
         seed.storage = ()
         if replacing.done:
@@ -188,6 +198,8 @@ class ForkSession:
         elif gives and not replacing.done:
             with self._watch.phase("digest"):
                 seed.reseal()
+        if way is not None or any(share.transport == "checkpoint" for share in self._pulled.sources):
+            self._name_loaded(seed, reasons)
         report = self._report(image, board, seed, way, reasons)
         if gives:
             # Before the end: who asks between the two would find one that has nothing and waits for nobody.
@@ -199,6 +211,52 @@ class ForkSession:
             log.warning("not a seed: new tensors were put in the module's place", by=report.fallback)
         log.info("fork done", report=report.line())
         return report
+
+    def _fallbacks_of(self, seed: Seed, reasons: list[RforkError]) -> Sequence[Fallback]:
+        """Return the fallbacks that may follow a failed fork.
+
+        None where another rank of the replica may have a version that no fallback of this rank is known to
+        give: a replica of two versions is worse than one that does not start.
+        """
+        version = seed.version
+        shared = version is not None and seed.takes_any_version and not is_unnamed(version)
+        if shared and self._fallbacks and not is_single(self._identity.rank):
+            reasons.append(
+                WrongVersion(
+                    f"the replica began with version {version}, and this rank has no files of that version",
+                    hint="state the version (RFORK_VERSION), or start all ranks again",
+                )
+            )
+            return ()
+        return self._fallbacks
+
+    def _check_files(self) -> None:
+        """Raise CheckpointError where this instance's files are not those that it began with."""
+        if self._current_version is None:
+            return
+        current = self._current_version()
+        if current != self._identity.version:
+            raise CheckpointError(
+                f"the weight files changed after this instance started: they were version "
+                f"{self._identity.version} and are {current or 'gone'}",
+                hint="start the instance again",
+            )
+
+    def _name_loaded(self, seed: Seed, reasons: list[RforkError]) -> None:
+        """Give weights that this instance read by itself the version that they have."""
+        manifest = seed.manifest
+        if manifest is None:
+            return
+        try:
+            self._check_files()
+        except (CheckpointError, StorageError) as error:
+            log.warning("served as a version of its own", because=str(error))
+            reasons.append(error)
+        else:
+            if not seed.takes_any_version or (seed.version is not None and is_unnamed(seed.version)):
+                return
+        seed.version = seed.version_by_content(manifest)
+        seed.poke()
 
     def _report(
         self,
@@ -216,6 +274,7 @@ class ForkSession:
             fork_id=self._fork_id,
             instance_id=self._identity.instance_id,
             model=self._identity.model,
+            version=seed.version,
             outcome="forked" if way is None else "fallback",
             layout_id=layout.layout_id,
             weights_id=manifest.weights_id if manifest is not None else "",
@@ -259,7 +318,16 @@ class ForkSession:
         ways = self._fallbacks if shared else ()
         patience_s = min(chosen.storage_stall_s, chosen.deadline_s)
         with Offers(
-            ways, self._module, image, derived, seed, patience_s, self._exclude, replacing.load, self._tracer
+            ways,
+            self._module,
+            image,
+            derived,
+            seed,
+            patience_s,
+            self._exclude,
+            replacing.load,
+            self._tracer,
+            self._check_files,
         ) as offers:
             opening = Opening(
                 image,

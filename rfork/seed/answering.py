@@ -18,6 +18,7 @@ from rfork.image.memory import Image
 from rfork.seed.channels import Channels
 from rfork.seed.given import Given
 from rfork.seed.governor import Governor
+from rfork.seed.holding import VersionOf
 from rfork.seed.latency import FLOOR_RATE, LatencyGuard
 from rfork.seed.leases import LeaseBook
 from rfork.seed.pacing import Pacing
@@ -25,6 +26,7 @@ from rfork.seed.suspending import Suspending
 from rfork.settings import Settings
 from rfork.tracing import Tracer
 from rfork.transport.base import Endpoint, Gate, Line, Transport
+from rfork.weights_version import is_single, of_update, of_weights, unnamed
 from rfork.wire import Rank
 
 READY_S = 3.0
@@ -40,16 +42,29 @@ class Identity:
     model: str
     rank: Rank = field(default_factory=Rank)
     instance_id: str = field(default_factory=lambda: uuid4().hex)
+    version: str | None = None
+    """Of its own weights; None: it takes over the version that is served."""
+    replica: str | None = None
+    """The replica that it is a rank of, if its ranks agreed on a name."""
 
     @classmethod
-    def of(cls, model: str, rank: Rank, replica: str | None) -> Identity:
+    def of(
+        cls,
+        model: str,
+        rank: Rank,
+        server: str | None,
+        *,
+        version: str | None = None,
+        replica: str | None = None,
+    ) -> Identity:
         """One with an id of its own at each start, under its server's name (`Settings.replica`) if any.
 
         So all ranks of a server can be drained together, and whoever gave it the name knows them.
         """
-        if replica is None:
-            return cls(model, rank)
-        return cls(model, rank, f"{replica}-{rank.key}-dp{rank.dp}-{uuid4().hex[:8]}")
+        instance_id = uuid4().hex
+        if server is not None:
+            instance_id = f"{server}-{rank.key}-dp{rank.dp}-{instance_id[:8]}"
+        return cls(model, rank, instance_id, version, replica)
 
 
 class Answering(Suspending):
@@ -67,6 +82,7 @@ class Answering(Suspending):
     ) -> None:
         super().__init__(image, board, manifest, transports)
         self.identity = identity
+        self.version = identity.version
         self.settings = settings
         self.given_bytes = 0
         self._leases = LeaseBook(identity.instance_id, settings.max_readers, clock=time.time)
@@ -75,6 +91,31 @@ class Answering(Suspending):
         self._latency = LatencyGuard(settings.latency_setpoint, floor=self._floor)
         self._governor = Governor(settings.egress_rate, self._latency, part=self._part_granted)
         self._pacing: Pacing | None = None
+
+    @property
+    def takes_any_version(self) -> bool:
+        """Whether the version is not this instance's own: it takes over the one that is served."""
+        return self.identity.version is None
+
+    def version_by_content(self, manifest: Manifest) -> str:
+        """Return a version for weights of which nothing is known but their bytes."""
+        identity = self.identity
+        if is_single(identity.rank):
+            return of_weights(manifest.weights_id)
+        return unnamed(identity.replica or identity.instance_id)
+
+    def version_after_update(self, stated: str | None, count: int) -> VersionOf:
+        """See `Holding.version_after_update`: the stated version, else one that only these weights have."""
+        identity, before, sealed = self.identity, self.version, self._sealed_id
+
+        def choose(manifest: Manifest) -> str | None:
+            if stated is not None and stated != before:
+                return stated
+            if not is_single(identity.rank):
+                return of_update(identity.replica or identity.instance_id, count)
+            return before if manifest.weights_id == sealed else of_weights(manifest.weights_id)
+
+        return choose
 
     @property
     def _gate(self) -> Gate:

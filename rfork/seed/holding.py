@@ -24,6 +24,9 @@ log = logger(__name__)
 SETTLE_S = 0.1
 """What a reader gets to take the slice it asked for, once the bytes are about to change."""
 
+VersionOf = Callable[[Manifest], str | None]
+"""Names complete weights, given their manifest."""
+
 TELL_S = 1.0
 """Readers hear at once of storage that advanced by so much since they were told, else with other news."""
 
@@ -40,7 +43,12 @@ class Holding:
         self.image = image
         self.board = board if board is not None else ChunkBoard.full(image.layout.chunks)
         self.generation = 0
+        self.version: str | None = None
+        """Of the weights that are served; changed only while nothing is."""
+        self._updates_made = 0
         self._manifest = manifest
+        self._sealed_id = manifest.weights_id if manifest is not None else None
+        """Digest of the last complete weights; kept while they change."""
         self._state: InstanceState = "serving" if self.board.complete and manifest else "loading"
         self._read_at: Callable[[], float] | None = None
         self._relayed = False
@@ -76,6 +84,7 @@ class Holding:
         if manifest.layout.layout_id != self.image.layout.layout_id:
             raise LayoutMismatch("the manifest is of another layout than the image")
         self._manifest = manifest
+        self._sealed_id = manifest.weights_id
         self._tell()
         self.poke()
 
@@ -108,11 +117,12 @@ class Holding:
         self._tell()
         self.poke()
 
-    def reseal(self, generation: int | None = None) -> None:
+    def reseal(self, generation: int | None = None, version: VersionOf | None = None) -> None:
         """The image is whole and may hold other weights than before: digest it, then be a seed.
 
         Unless it is fenced meanwhile: then the bytes may have changed under the digest; or suspended.
         `generation` is the one in which it became whole: that there was no fence since is then sure.
+        `version` names the weights; None: they are those of before.
         """
         with self._digesting:
             generation = self.generation if generation is None else generation
@@ -127,6 +137,8 @@ class Holding:
             if self.generation != generation:
                 log.warning("not resealed: it was fenced again meanwhile", generation=self.generation)
                 return
+            if version is not None:
+                self.version = version(manifest)
             self.learn(manifest)
             for index, digest in enumerate(manifest.digests):
                 self.board.mark(index, digest)
@@ -152,16 +164,22 @@ class Holding:
         self.board.clear()
 
     @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
+    def updating(self, version: str | None = None) -> Iterator[None]:
         """Change the weights in place inside the block: fences before it, and reseals after it.
 
-        Updates of several threads take turns; within one block, do not begin another. When the block raises,
-        the weights may be anything: the seed stays fenced, until the next update or `reseal`.
+        `version` names the new weights; without it they get a version that no other weights have. Updates of
+        several threads take turns; within one block, do not begin another. When the block raises, the weights may be anything: the seed stays fenced, until the next update or `reseal`.
         """
         with self._updates:
             self.fence()
+            self._updates_made += 1
+            choose = self.version_after_update(version, self._updates_made)
             yield
-            self.reseal()
+            self.reseal(version=choose)
+
+    def version_after_update(self, stated: str | None, count: int) -> VersionOf:
+        """Return what names the weights that come of the update of this number; `stated`: how it is called."""
+        return lambda _: stated
 
     def _part_from_readers(self) -> None:
         """Those of the generation before: tell them, end their channels, and wait for what they take now."""

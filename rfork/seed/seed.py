@@ -178,6 +178,9 @@ class Seed(Answering):
         return InstanceReport(
             instance_id=self.identity.instance_id,
             model=self.identity.model,
+            version=self.version,
+            any_version=self.takes_any_version and self._state == "loading",
+            replica=self.identity.replica,
             rank=self.identity.rank,
             layout_id=layout.layout_id,
             weights_id=self._manifest.weights_id if self._manifest is not None else None,

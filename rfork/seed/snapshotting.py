@@ -70,6 +70,7 @@ def snapshot_of(
         uri,
         rank=seed.identity.rank,
         model=seed.identity.model,
+        version=seed.version,
         shared=shared,
         progress=progress,
         settings=settings,

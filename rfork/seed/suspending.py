@@ -15,7 +15,7 @@ from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
 from rfork.image.memory import Image
 from rfork.seed.exports import ON_REQUEST, Exports, Hollow
-from rfork.seed.holding import Holding
+from rfork.seed.holding import Holding, VersionOf
 from rfork.transport.base import Gate, Transport
 
 HEAR_S = 0.5
@@ -138,14 +138,14 @@ class Suspending(Holding):
         if more and self._watched():
             self.drop(())  # those that waited come again, over the transport that suits them best
 
-    def resume(self, image: Image, generation: int | None = None) -> None:
+    def resume(self, image: Image, generation: int | None = None, version: VersionOf | None = None) -> None:
         """The weights are back, whole, maybe at other addresses and other than they were: be a seed of them.
 
         They are registered while they are digested, and given under another generation than before. Without
         a `suspend` before, it begins with one; memory that it has already is only digested, where it is not
         given.
         `generation` is the one in which they came to be whole: who was fenced since, also by a `suspend`, is
-        left as it is, as the bytes may change again by now.
+        left as it is, as the bytes may change again by now. `version` is as for `reseal`.
         Raises LayoutMismatch for another layout, and TransportUnusable as `start`: it stays suspended.
         """
         if image.layout.layout_id != self.image.layout.layout_id:
@@ -158,7 +158,7 @@ class Suspending(Holding):
             if not self._suspended and image.same_memory(self.image):
                 # What was begun before may have failed, or was fenced: it is whole now.
                 if self._manifest is None or not self.board.complete:
-                    self.reseal(generation)
+                    self.reseal(generation, version)
                 return
             if self._suspend() and generation is not None:
                 generation += 1
@@ -170,7 +170,7 @@ class Suspending(Holding):
                 raise
             with self._changing:
                 self._suspended = False
-            self.reseal(generation)
+            self.reseal(generation, version)
 
 
 def _ends_soon() -> None:

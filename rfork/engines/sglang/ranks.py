@@ -34,7 +34,7 @@ def subject_of(
     served = None if model_config.is_draft_model else get_serving().served_model_name
     if served == get_model().model_path:
         served = None
-    name = settings.model or served or meeting_name(path, revision)
+    name = settings.model or served or meeting_name(path)
     if (place := load_config.draft_model_idx) is not None:
         name = f"{name}#{place}"  # several drafts in one process, each of another layer
     return Subject(
@@ -43,6 +43,8 @@ def subject_of(
         _facts(model_config, device_config),
         PACKAGES,
         refusing.SCRATCH,
+        path,
+        revision,
     )
 
 

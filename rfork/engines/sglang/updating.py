@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from rfork.commands import LOAD_FORMAT
 from rfork.engines.instance import Instance, instance_of
+from rfork.engines.own_version import version_of_files
+from rfork.errors import RforkError
 from rfork.logs import logger
 
 if TYPE_CHECKING:
@@ -38,8 +40,8 @@ class Updates:
         """A step since `begin` failed."""
         self._away: WeakSet[Instance] = WeakSet()
         """Their memory is released."""
-        self._apart: WeakSet[Instance] = WeakSet()
-        """One rank of several, whose weights were updated."""
+        self._changed: WeakKeyDictionary[Instance, str | None] = WeakKeyDictionary()
+        """Weights that were updated since they were served last, with their version where it is known."""
 
     def from_disk(
         self,
@@ -52,7 +54,11 @@ class Updates:
     ) -> Updated:
         """SGLang names its own load format where the caller names none; files are read by ``auto``."""
         given = "auto" if load_format == LOAD_FORMAT else load_format
-        return self._whole(runner, lambda: update(runner, model_path, given, *more, **named))
+        return self._whole(
+            runner,
+            lambda: update(runner, model_path, given, *more, **named),
+            version=lambda: _version_at(model_path),
+        )
 
     def from_ipc(self, update: Callable[..., Updated], runner: WeightUpdater, recv_req: object) -> Updated:
         """All weights at once, by another process of the host; told to fail, some may be written."""
@@ -62,7 +68,7 @@ class Updates:
         """From here to `end`, weights are written in any number of steps."""
         instance = instance_of(runner.get_model())
         if instance is not None:
-            instance.fence()
+            instance.begin_update()
         try:
             begin(runner)
         except BaseException:
@@ -134,12 +140,20 @@ class Updates:
                 log.info("not a seed until the next update of the weights: they were released without a copy")
 
     def _whole(
-        self, runner: WeightUpdater, update: Callable[[], Updated], *, untouched: bool = True
+        self,
+        runner: WeightUpdater,
+        update: Callable[[], Updated],
+        *,
+        untouched: bool = True,
+        version: Callable[[], str | None] = lambda: None,
     ) -> Updated:
-        """One update that is whole in itself; `untouched`: what fails mostly fails before it writes."""
+        """One update that is complete in itself; `untouched`: what fails mostly fails before it writes.
+
+        `version` names the weights that come of it.
+        """
         instance = instance_of(runner.get_model())
         if instance is not None:
-            instance.fence()
+            instance.begin_update()
         try:
             done = update()
         except BaseException:
@@ -148,27 +162,25 @@ class Updates:
         if instance is None:
             return done
         if done[0]:
-            self._updated(instance)
+            self._updated(instance, version())
         elif untouched and not done[1].startswith(WRITTEN):
             self._give(instance)  # what was given before, if it was
         else:
             self._lose(instance)
         return done
 
-    def _updated(self, instance: Instance) -> None:
+    def _updated(self, instance: Instance, version: str | None = None) -> None:
         """All of its weights are there, and others than before."""
         self._lost.discard(instance)
-        rank = instance.seed.identity.rank
-        if rank.tp_size * rank.pp_size * rank.ep_size > 1 and instance not in self._apart:
-            # Ranks are forked one by one: another's might still be of before the update.
-            self._apart.add(instance)
-            log.warning("not a seed any more: one rank of several, and its weights were updated")
+        self._changed[instance] = version
         self._give(instance)
 
     def _give(self, instance: Instance) -> None:
-        """Unless something speaks against it, which ends at a later call, or never."""
-        if not any(instance in against for against in (self._lost, self._open, self._away, self._apart)):
-            instance.renew()
+        """Serve the weights, unless something speaks against it until a later call."""
+        if any(instance in against for against in (self._lost, self._open, self._away)):
+            return
+        updated = instance in self._changed
+        instance.renew(updated=updated, version=self._changed.pop(instance, None))
 
     def _lose(self, instance: Instance | None) -> None:
         if instance is None:
@@ -177,6 +189,14 @@ class Updates:
         if instance not in self._lost:
             self._lost.add(instance)
             log.error("not a seed until the next update of the weights: one failed half way")
+
+
+def _version_at(model_path: str) -> str | None:
+    try:
+        return version_of_files(model_path)
+    except RforkError as error:
+        log.warning("the version of the new weights is not known", because=str(error))
+        return None
 
 
 def _of_weights(tags: list[Tag] | None) -> bool:

@@ -122,7 +122,12 @@ class Asking:
     def _seed(self, rank: int) -> InstanceReport:
         """One of the seeds of this rank, to ask for what it is one of."""
         views = self._planner.instances(model=PREFIX + self._model, state="serving")
-        reports = [view.report for view in views if TRANSPORT in view.report.transports]
+        wanted = self._settings.version
+        reports = [
+            view.report
+            for view in views
+            if TRANSPORT in view.report.transports and wanted in (None, view.version)
+        ]
         found = {(report.rank.key, report.layout_id): report for report in reports if report.rank.tp == rank}
         if not found:
             ranks = sorted({report.rank.tp for report in reports})

@@ -20,6 +20,7 @@ from typing import Final
 
 from rfork.engines.stock_sglang.engine import Description, Version, WeightInfo
 from rfork.settings import Settings
+from rfork.weights_version import of_weights
 from rfork.wire import InstanceReport, Placement, Rank
 
 PREFIX: Final = "sglang:"
@@ -65,6 +66,7 @@ def seed_report(
     return InstanceReport(
         instance_id=instance_id(settings, rank, info),
         model=PREFIX + model,
+        version=settings.version or of_weights(weights),
         rank=Rank(tp=rank, tp_size=description.tp_size),
         layout_id=layout_id(description, info),
         weights_id=weights,
@@ -86,6 +88,7 @@ def client_report(settings: Settings, seed: InstanceReport, fork_id: str) -> Ins
     return InstanceReport(
         instance_id=f"{PREFIX}client-{fork_id}",
         model=seed.model,
+        version=seed.version,
         rank=seed.rank,
         layout_id=seed.layout_id,
         image_bytes=seed.image_bytes,

@@ -30,8 +30,8 @@ class Care:
         self.instance = instance
         self._lost = False
         """Whether the weights may be anything, until they are updated as a whole."""
-        self._parted = False
-        """Whether the weights were changed, and other ranks of the server have theirs."""
+        self._updated = False
+        """Whether the weights were changed since they were served last."""
         self._broken = False
         self._asleep = False
         self._depth = 0
@@ -54,14 +54,14 @@ class Care:
         """The weights are about to change. Returns once nobody reads them."""
         self._depth += 1
         if self._depth == 1:
-            self._tell(self.instance.fence)
+            self._tell(self.instance.begin_update)
 
     def end_update(self) -> None:
         """They are whole."""
         self._depth = max(self._depth - 1, 0)
         if self._depth == 0:
             self._lost = False
-            self._part()
+            self._updated = True
             self._give()
 
     def fail_update(self) -> None:
@@ -125,25 +125,11 @@ class Care:
         settings = self.instance.seed.settings
         self.instance.close(min(settings.drain_s, WORKER_DRAIN_S) if settings.replica is None else 0.0)
 
-    def _part(self) -> None:
-        """After an update of one of several ranks: a fork must not have some from before it, some from after.
-
-        Nothing ties the ranks of one server to those of another, so no rank is given any more.
-        """
-        rank = self.instance.seed.identity.rank
-        ranks = rank.tp_size * rank.pp_size * rank.ep_size
-        if ranks > 1 and not self._parted:
-            self._parted = True
-            log.warning(
-                "not a seed any more: weights were updated, and a fork could get those of before from "
-                "another rank",
-                ranks=ranks,
-                hint="start seeds from the new checkpoint",
-            )
-
     def _give(self) -> None:
-        if not (self._lost or self._parted or self._broken or self._asleep or self._depth):
-            self._tell(self.instance.renew)
+        if self._lost or self._broken or self._asleep or self._depth:
+            return
+        updated, self._updated = self._updated, False
+        self._tell(functools.partial(self.instance.renew, updated=updated))
 
     def _tell(self, what: Callable[[], None]) -> None:
         """The engine does what it was asked, whatever becomes of its seed."""

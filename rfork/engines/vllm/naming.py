@@ -5,12 +5,12 @@ from __future__ import annotations
 from rfork.engines.naming import meeting_name
 
 
-def model_name(model: str, revision: str | None, told: str | None, draft: bool) -> str:
+def model_name(model: str, told: str | None, draft: bool) -> str:
     """The setting (`told`), else the model's own name.
 
     A draft keeps its own name behind the setting: two servers may well have two drafts.
     """
-    name = meeting_name(model, revision)
+    name = meeting_name(model)
     if told is not None:
         return f"{told}/{name}" if draft else told
     return name

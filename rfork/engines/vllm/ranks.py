@@ -27,11 +27,13 @@ def subject_of(vllm_config: VllmConfig, model_config: ModelConfig, settings: Set
     """What this worker brings up with these two configurations."""
     draft = is_draft(vllm_config, model_config)
     return Subject(
-        model=model_name(model_config.model, model_config.revision, settings.model, draft),
+        model=model_name(model_config.model, settings.model, draft),
         rank=rank_of(vllm_config, model_config, draft),
         facts=facts_of(vllm_config, model_config),
         packages=PACKAGES,
         exclude=NO_WEIGHTS,
+        files=str(model_config.model),
+        revision=model_config.revision,
     )
 
 

@@ -25,6 +25,7 @@ def save(
     uri: str | Path,
     *,
     rank: Rank | None = None,
+    version: str | None = None,
     shared: bool = False,
     check: bool = False,
     key: bytes | None = None,
@@ -40,7 +41,7 @@ def save(
     buffers, under `key` (32 bytes) or `password` where one is given. Any other becomes a snapshot of all that
     the module serves with, as a ``….safetensors`` file or as the rank's in a folder; with `shared` its chunks
     are stored once for all snapshots around it, and with `check` those that are there are read, and replaced
-    where they are damaged. In a name as ``model-rank-%03d.tensors`` or ``….safetensors`` the number is that
+    where they are damaged; `version` is recorded as that of the weights. In a name as ``model-rank-%03d.tensors`` or ``….safetensors`` the number is that
     of `rank`.
 
     `progress` is told bytes as they go. What was there under the name is replaced once all is written. Raises
@@ -68,6 +69,7 @@ def save(
         image.manifest(),
         text,
         rank=rank,
+        version=version,
         shared=shared,
         check=check,
         progress=progress,

@@ -6,7 +6,7 @@ Runs on the target, and without torch for local files.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path

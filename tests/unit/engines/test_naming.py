@@ -10,24 +10,20 @@ from rfork.engines.naming import meeting_name
 
 
 @pytest.mark.parametrize(
-    ("source", "revision", "expected"),
+    ("source", "expected"),
     [
-        ("org/model", None, "org/model"),
-        ("org/model", "v2", "org/model@v2"),
-        ("/cache/models--org--model/snapshots/0a1b", None, "org/model@0a1b"),
-        ("/cache/models--org--model/snapshots/0a1b/", "v2", "org/model@v2"),
-        ("{folder}/SmolLM2-135M-Instruct", None, "SmolLM2-135M-Instruct"),
-        ("{folder}/tiny/", None, "tiny"),
-        ("{folder}/tiny", "v2", "tiny@v2"),
+        ("org/model", "org/model"),
+        ("/cache/models--org--model/snapshots/0a1b", "org/model"),
+        ("/cache/models--org--model/snapshots/0a1b/", "org/model"),
+        ("{folder}/SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct"),
+        ("{folder}/tiny/", "tiny"),
     ],
 )
-def test_a_model_goes_by_its_hub_s_name_or_its_folder_s(
-    source: str, revision: str | None, expected: str, tmp_path: Path
-) -> None:
-    """The hub's name and commit, or the last part of a folder's path; and the revision that was named."""
+def test_a_model_has_the_name_of_its_hub_id_or_folder(source: str, expected: str, tmp_path: Path) -> None:
+    """A folder in the hub's cache has the hub id as its name."""
     for name in ("SmolLM2-135M-Instruct", "tiny"):
         (tmp_path / name).mkdir()
-    assert expected == meeting_name(source.format(folder=tmp_path), revision)
+    assert expected == meeting_name(source.format(folder=tmp_path))
 
 
 @pytest.mark.parametrize("last", ["checkpoint-100", "model", "latest", "final", "v2", "0a1b2c3d4e", "7"])

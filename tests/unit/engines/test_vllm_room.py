@@ -18,18 +18,17 @@ from rfork.settings import Settings
 
 
 @pytest.mark.parametrize(
-    ("model", "revision", "told", "draft", "expected"),
+    ("model", "told", "draft", "expected"),
     [
-        ("org/model", None, None, False, "org/model"),
-        ("org/model", "v2", None, False, "org/model@v2"),
-        ("org/model", None, "mine", False, "mine"),
-        ("org/draft", None, "mine", True, "mine/org/draft"),
-        ("org/draft", None, None, True, "org/draft"),
+        ("org/model", None, False, "org/model"),
+        ("org/model", "mine", False, "mine"),
+        ("org/draft", "mine", True, "mine/org/draft"),
+        ("org/draft", None, True, "org/draft"),
     ],
 )
-def test_names(model: str, revision: str | None, told: str | None, draft: bool, expected: str) -> None:
+def test_names(model: str, told: str | None, draft: bool, expected: str) -> None:
     """A hub's id is as it is; a setting names the target, and parts drafts."""
-    assert expected == model_name(model, revision, told, draft)
+    assert expected == model_name(model, told, draft)
 
 
 def test_options_of_the_command_line_are_settings() -> None:

@@ -22,7 +22,8 @@ def fork(name: str, *, ended: bool = False, **changes: object) -> ForkRecord:
     """The record of fork `name`, whose target is `of-name`."""
     record = ForkRecord(
         fork_id=name, instance_id=f"of-{name}", model=GROUP.model, version=VERSION, rank=Rank(),
-        chunk_count=1, image_bytes=1, asked_at=0.0, planned_at=0.0, seen_at=0.0, finish=FORKED if ended else None,
+        chunk_count=1, image_bytes=1, asked_at=0.0, planned_at=0.0, seen_at=0.0,
+        finish=FORKED if ended else None,
     )  # fmt: skip
     return replace(record, **changes)  # type: ignore[arg-type]  # each test names fields of ForkRecord
 

@@ -124,16 +124,16 @@ def _ending(record: ForkRecord) -> tuple[ForkRecord, ForkFinish]:
 
 def kept(groups: PastGroups, models: Iterable[str]) -> list[str]:
     """Those of the models of which something is known."""
-    return [model for model in models if not groups.of((model, "r")).empty]
+    return [model for model in models if not groups.of(GROUP._replace(model=model)).empty]
 
 
 def test_the_past_of_the_last_groups_is_kept() -> None:
     """Of more than `MOST_GONE` the one goes that has been gone for longest."""
     groups, models = PastGroups(), list(pasts(MOST_GONE + 1))
     for model, past in models[:-1]:
-        groups.keep((model, "r"), past)
-    groups.keep(("model-0", "r"), groups.take(("model-0", "r")))
-    groups.keep((models[-1][0], "r"), models[-1][1])
+        groups.keep(GROUP._replace(model=model), past)
+    groups.keep(GROUP._replace(model="model-0"), groups.take(GROUP._replace(model="model-0")))
+    groups.keep(GROUP._replace(model=models[-1][0]), models[-1][1])
     names = [model for model, _ in models]
     assert [name for name in names if name != "model-1"] == kept(groups, names)
 
@@ -141,9 +141,9 @@ def test_the_past_of_the_last_groups_is_kept() -> None:
 def test_groups_without_a_fork_push_out_no_others() -> None:
     """There is nothing to keep of them."""
     groups, (model, past) = PastGroups(), next(pasts(1))
-    groups.keep((model, "r"), past)
+    groups.keep(GROUP._replace(model=model), past)
     for number in range(MOST_GONE):
-        groups.keep((f"other-{number}", "r"), Past())
+        groups.keep(GROUP._replace(model=f"other-{number}"), Past())
     assert (["model-0"], 1) == (kept(groups, [model]), len(groups.all()))
 
 

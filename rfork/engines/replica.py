@@ -1,0 +1,50 @@
+"""The name of the replica that a process is a rank of: one for all ranks of a server. Runs on the target.
+
+The planner gives all ranks of a replica one version of the weights. The name is new at each start, so that a
+server that starts again is not taken for the one that it was.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import Final
+from uuid import uuid4
+
+import torch.distributed
+
+from rfork.logs import logger
+from rfork.settings import Settings
+from rfork.weights_version import is_single
+from rfork.wire import Rank
+
+log = logger(__name__)
+
+STORE_KEY: Final = "rfork/replica"
+
+
+def replica_of(settings: Settings, rank: Rank) -> str | None:
+    """Return the name of the replica that this process belongs to, or None where its ranks cannot agree.
+
+    Ranks agree through the store of torch.distributed's default group, else by the setting `replica`.
+    """
+    own = f"{settings.replica or 'replica'}-{_process_name(os.getpid())}"
+    return own if is_single(rank) else _agreed(own) or settings.replica
+
+
+def _agreed(own: str) -> str | None:
+    """Return the name that the first rank proposed; None without a process group. Never waits for others."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    try:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        return str(store.compare_set(STORE_KEY, "", own).decode())
+    except Exception as error:  # a store of an engine's own may lack the operation
+        log.warning("the ranks of this replica cannot agree on a name", because=str(error))
+        return None
+
+
+@lru_cache
+def _process_name(pid: int) -> str:
+    """Return a name for this process; a forked child has another one."""
+    return uuid4().hex[:12]

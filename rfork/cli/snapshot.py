@@ -18,7 +18,7 @@ from rfork.cli.loading import loading
 from rfork.cli.options import JsonOption, PlannerOption, model_name
 from rfork.cli.progress import Bar, sources_note
 from rfork.control.client import PlannerClient
-from rfork.errors import SettingsError, UserError
+from rfork.errors import SettingsError, StorageChanged, UserError
 from rfork.settings import Settings
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class _Done:
 
     model: str
     rank: Rank
+    version: str | None
     written: Written
     seconds: float
 
@@ -75,14 +76,16 @@ class _Done:
         also = f", {there:.3f} GB were there" if there else ""
         return (
             f"{self.written.uri}: {new:.3f} GB written{also} in {self.seconds:.1f} s; "
-            f"weights {self.written.weights_id}"
+            + (f"version {self.version}, " if self.version else "")
+            + f"weights {self.written.weights_id}"
         )
 
-    def told(self) -> dict[str, str | int | float]:
+    def told(self) -> dict[str, str | int | float | None]:
         return {
             "uri": self.written.uri,
             "model": self.model,
             "rank": self.rank.key,
+            "version": self.version,
             "weights_id": self.written.weights_id,
             "bytes_written": self.written.written,
             "bytes_already": self.written.already,
@@ -97,16 +100,24 @@ class _Way:
     uri: str
     shared: bool
     check: bool
+    version: str | None
 
     def try_it(self) -> None:
         """Raise now what the name alone lets writing there raise, once the weights have come."""
         from rfork.storage.snapshots.target import check_target
+        from rfork.storage.versions.version import checked_version
 
         check_target(self.uri)
+        if self.version is not None:
+            checked_version(self.version)
 
-    def write(self, image: Image, manifest: Manifest, rank: Rank, model: str) -> _Done:
+    def write(
+        self, image: Image, manifest: Manifest, rank: Rank, model: str, version: str | None = None
+    ) -> _Done:
+        """Write one rank. `version` is that of the weights, unless the user names another."""
         from rfork.storage.snapshots.writer import write_snapshot
 
+        version = self.version or version
         began = time.monotonic()
         done, total = 0, image.layout.image_bytes
         with Bar(f"write {model}") as bar:
@@ -122,11 +133,12 @@ class _Way:
                 self.uri,
                 rank=rank,
                 model=model,
+                version=version,
                 shared=self.shared,
                 check=self.check,
                 progress=show,
             )
-        return _Done(model, rank, written, time.monotonic() - began)
+        return _Done(model, rank, version, written, time.monotonic() - began)
 
 
 @app.command(WRITE)
@@ -179,6 +191,15 @@ def write(
             help="With --shared: read the chunks that are there, and replace those that are damaged.",
         ),
     ] = False,
+    version: Annotated[
+        str | None,
+        typer.Option(
+            "--version",
+            metavar="VERSION",
+            help="Version of the weights to record; with --from, by default that of the folder.",
+            show_default=False,
+        ),
+    ] = None,
     planner: PlannerOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -198,7 +219,7 @@ def write(
             raise SettingsError("--from has one rank", hint="--rank is of a model that runs (--name)")
         if check and not shared:
             raise SettingsError("--check is of shared chunks", hint="without --shared all is written anew")
-        way = _Way(uri, shared, check)
+        way = _Way(uri, shared, check, version)
         way.try_it()
         if source is not None:
             told = [_from_folder(source, name, way)]
@@ -215,12 +236,16 @@ def _from_folder(folder: Path, name: str | None, way: _Way) -> _Done:
     from rfork.engines.transformers import loaded_model
     from rfork.image.capture import capture
     from rfork.seed.holding import seal
+    from rfork.storage.versions.version import version_of
     from rfork.wire import Rank
 
     model = model_name(folder, name)
+    version = way.version or version_of(folder)
     with loading(f"load {model}"):
         image = capture(loaded_model(folder))
-    return way.write(image, seal(image), Rank(), model)
+    if way.version is None and version_of(folder) != version:
+        raise StorageChanged(f"{folder} changed while its weights were loaded", hint="write it again")
+    return way.write(image, seal(image), Rank(), model, version)
 
 
 def _from_fleet(name: str, numbers: Sequence[int], way: _Way, settings: Settings) -> list[_Done]:

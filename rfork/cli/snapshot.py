@@ -196,7 +196,7 @@ def write(
         typer.Option(
             "--version",
             metavar="VERSION",
-            help="Version of the weights to record; with --from, by default that of the folder.",
+            help="Version of the weights to record; default: RFORK_VERSION, or with --from the folder's.",
             show_default=False,
         ),
     ] = None,
@@ -219,7 +219,7 @@ def write(
             raise SettingsError("--from has one rank", hint="--rank is of a model that runs (--name)")
         if check and not shared:
             raise SettingsError("--check is of shared chunks", hint="without --shared all is written anew")
-        way = _Way(uri, shared, check, version)
+        way = _Way(uri, shared, check, version or chosen.version)
         way.try_it()
         if source is not None:
             told = [_from_folder(source, name, way)]

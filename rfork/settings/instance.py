@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, SecretStr, StringConstraints, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from rfork.fields import Label, ModelName
+from rfork.fields import Label, ModelName, WeightsVersion
 from rfork.settings.addresses import own_address
 from rfork.settings.loading import load
 from rfork.settings.node import node_name
@@ -21,6 +21,11 @@ class Settings(BaseSettings):
     """What an inference instance (seed, relay or target) is told."""
 
     model_config = SettingsConfigDict(env_prefix="RFORK_", env_ignore_empty=True, extra="ignore", frozen=True)
+
+    version: WeightsVersion | None = Field(
+        None,
+        description="version of the weights: instances fork only from instances of the same version; none: the commit of a hub model, or the fingerprint of the weight files",
+    )
 
     # The planner.
     planner: str | None = Field(None, description="URL of the planner; none: fall back at once")

@@ -26,6 +26,8 @@ THREADS: Final = 32
 class LocalFiles:
     """The files at a path as they are when this is created; see `Files`."""
 
+    is_partial = False
+
     def __init__(self, path: Path) -> None:
         """Raises StorageMissing where nothing is there, and other StorageErrors."""
         self._path = path
@@ -33,11 +35,11 @@ class LocalFiles:
             self._name = None if path.is_dir() else path.name
         except OSError as error:
             raise storage_error(path, error) from None
+        if "\0" in str(path):
+            raise StorageMissing(f"{str(path)!r}: no such file or folder")
         self._folder = path if self._name is None else path.parent
         self.found = self._find()
         self._states = self._find_states(self.found.all)
-
-    is_partial = False
 
     @property
     def folder(self) -> Location:

@@ -70,8 +70,17 @@ def checkpoint(folder: Path, *, reverse: bool = False) -> Path:
     return folder
 
 
+def next_tick(path: Path) -> None:
+    """Return once the clock of the file system shows a later time than the file's last change."""
+    probe = path.parent.parent / "probe"
+    probe.touch()
+    while probe.stat().st_ctime_ns <= path.stat().st_ctime_ns:
+        os.utime(probe)
+
+
 def change_byte(path: Path, offset: int) -> None:
     """Change one byte of a file in place."""
+    next_tick(path)
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
@@ -229,6 +238,7 @@ def test_rewrite_in_place_with_restored_times_is_noticed(
     monkeypatch.setattr(samples, "SETTLED_NS", 0)
     path = model / SHARDS[1]
     before, times = fingerprint_of(model), path.stat()
+    next_tick(path)
     path.write_bytes(safetensors(LARGE, fill=8))
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert times.st_mtime_ns == path.stat().st_mtime_ns
@@ -403,6 +413,12 @@ def test_what_does_not_exist_is_named(tmp_path: Path, name: str) -> None:
     """A wrong path is an error, and no folder without weights."""
     with pytest.raises(StorageMissing, match=f"{tmp_path / name}: no such file or folder"):
         fingerprint_of(tmp_path / name)
+
+
+def test_a_path_with_a_null_byte_does_not_exist(tmp_path: Path) -> None:
+    """No file has such a name."""
+    with pytest.raises(StorageMissing, match="no such file or folder"):
+        fingerprint_of(f"{tmp_path}/a\0b/c")
 
 
 def test_a_missing_shard_is_named(model: Path) -> None:

@@ -64,10 +64,10 @@ Identifier = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za
 ModelName = Annotated[
     Text, Field(min_length=1, max_length=512, examples=["HuggingFaceTB/SmolLM2-135M-Instruct"])
 ]
-Version = Annotated[
-    Text, Field(min_length=1, max_length=128, examples=["files:9f86d081884c7d659a2feaa0c55ad015"])
+WeightsVersion = Annotated[
+    Text, Field(min_length=1, max_length=256, examples=["files:9f86d081884c7d659a2feaa0c55ad015"])
 ]
-"""Which weights of a model these are; see `rfork.weights_version`."""
+"""Version of a model's weights: as stated, or ``commit:``, ``files:`` or ``weights:`` and hex digits."""
 HexId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", examples=["9f86d081884c7d659a2feaa0c55ad015"])]
 SourceName = Annotated[Text, Field(min_length=1, max_length=2064)]
 """An instance_id, or `KIND:URI` of a storage."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,11 +44,10 @@ class MemoryBucket:
 class MemoryBlob:
     """One object as it was when it was opened; see `Blob`."""
 
-    version = None
-
     def __init__(self, bucket: MemoryBucket, path: str, data: bytes) -> None:
         self.uri = f"s3://bucket/{path}"
         self.size = len(data)
+        self.version = hashlib.md5(data).hexdigest()
         self._bucket = bucket
         self._path = path
         self._data = data

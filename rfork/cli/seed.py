@@ -60,8 +60,9 @@ def seed(
                 print_json({"event": "ready", **report.model_dump(mode="json")})
             else:
                 size = f"{report.image_bytes / 1e9:.3f} GB, {report.chunk_count} chunks"
+                transports = ", ".join(report.transports)
                 out.print(
-                    f"seed ready: {report.model} ({size}) at {report.address} over {', '.join(report.transports)}; "
+                    f"seed ready: {report.model} ({size}) at {report.address} over {transports}; "
                     f"version {short(report.version)}, instance {report.instance_id[:8]}"
                 )
             wait_until(stopped)

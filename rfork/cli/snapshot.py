@@ -67,6 +67,7 @@ class _Done:
 
     model: str
     rank: Rank
+    version: str | None
     written: Written
     seconds: float
 
@@ -75,14 +76,16 @@ class _Done:
         also = f", {there:.3f} GB were there" if there else ""
         return (
             f"{self.written.uri}: {new:.3f} GB written{also} in {self.seconds:.1f} s; "
-            f"weights {self.written.weights_id}"
+            + (f"version {self.version}, " if self.version else "")
+            + f"weights {self.written.weights_id}"
         )
 
-    def told(self) -> dict[str, str | int | float]:
+    def told(self) -> dict[str, str | int | float | None]:
         return {
             "uri": self.written.uri,
             "model": self.model,
             "rank": self.rank.key,
+            "version": self.version,
             "weights_id": self.written.weights_id,
             "bytes_written": self.written.written,
             "bytes_already": self.written.already,
@@ -127,7 +130,7 @@ class _Way:
                 check=self.check,
                 progress=show,
             )
-        return _Done(model, rank, written, time.monotonic() - began)
+        return _Done(model, rank, version, written, time.monotonic() - began)
 
 
 @app.command(WRITE)

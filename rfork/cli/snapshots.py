@@ -177,6 +177,7 @@ def _told(found: Found) -> dict[str, str | int | None]:
     return {
         "uri": found.uri,
         "model": told.model if told else None,
+        "version": told.version if told else None,
         "rank": told.rank.key if told else None,
         "weights_id": told.weights_id if told else None,
         "bytes": found.size,
@@ -199,7 +200,8 @@ def _line(found: Found, uri: str) -> str:
         return f"{name}: {found.trouble}"
     form = "one file" if told.chunks is None else f"{found.shared / 1e9:.3f} GB of it shared"
     model = f"{told.model} " if told.model else ""
+    version = f"version {told.version}, " if told.version else ""
     return (
         f"{name}: {model}{told.rank.key}, {found.size / 1e9:.3f} GB in {len(told.digests)} chunks, {form}, "
-        f"weights {told.weights_id}" + (f"; DAMAGED: {found.trouble}" if found.trouble else "")
+        f"{version}weights {told.weights_id}" + (f"; DAMAGED: {found.trouble}" if found.trouble else "")
     )

@@ -168,7 +168,8 @@ class Holding:
         """Change the weights in place inside the block: fences before it, and reseals after it.
 
         `version` names the new weights; without it they get a version that no other weights have. Updates of
-        several threads take turns; within one block, do not begin another. When the block raises, the weights may be anything: the seed stays fenced, until the next update or `reseal`.
+        several threads take turns; within one block, do not begin another. When the block raises, the weights
+        may be anything: the seed stays fenced, until the next update or `reseal`.
         """
         with self._updates:
             self.fence()
@@ -178,7 +179,7 @@ class Holding:
             self.reseal(version=choose)
 
     def version_after_update(self, stated: str | None, count: int) -> VersionOf:
-        """Return what names the weights that come of the update of this number; `stated`: how it is called."""
+        """Return what names the weights that update number `count` leaves; `stated`: as its caller did."""
         return lambda _: stated
 
     def _part_from_readers(self) -> None:

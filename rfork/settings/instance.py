@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, SecretStr, StringConstraints, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from rfork.fields import Label, ModelName, Version
+from rfork.fields import Label, ModelName, WeightsVersion
 from rfork.settings.addresses import own_address
 from rfork.settings.loading import load
 from rfork.settings.node import node_name
@@ -106,7 +106,7 @@ class Settings(BaseSettings):
     model: ModelName | None = Field(
         None, description="name that seeds and forks of this server meet under; none: the model's own, as the server was given it"
     )
-    version: Version | None = Field(
+    version: WeightsVersion | None = Field(
         None, description="which weights of the model these are: instances share weights only where their versions are equal; none: the commit of a hub id, else a fingerprint of the files that this instance would load"
     )
     replica: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = Field(

@@ -24,7 +24,7 @@ from rfork.fields import (
     SourceTransports,
     StorageKind,
     Told,
-    Version,
+    WeightsVersion,
 )
 from rfork.wire.base import WireModel
 from rfork.wire.instances import Rank
@@ -75,7 +75,7 @@ class ForkView(WireModel):
     fork_id: Identifier = Field(description="chosen by its target")
     instance_id: Identifier = Field(description="the target")
     model: ModelName = Field(description="of the target")
-    version: Version | None = Field(None, description="of the weights it gets; none: not settled yet")
+    version: WeightsVersion | None = Field(None, description="of the weights it gets; none: not settled yet")
     rank: Rank = Field(description="of the target")
     state: ForkState = Field(description="planning: it has no plan yet; running: it has one; finished: its target has weights, forked or by a fallback; failed: it has none, or was lost")
     plan: tuple[Share, ...] = Field((), description="what it is to read, by source, as last planned")

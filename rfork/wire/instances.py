@@ -22,7 +22,7 @@ from rfork.fields import (
     Text,
     Told,
     Transports,
-    Version,
+    WeightsVersion,
 )
 from rfork.wire.base import WireModel
 
@@ -76,7 +76,7 @@ class InstanceReport(WireModel):
 
     instance_id: Identifier = Field(description="its own at each start")
     model: ModelName = Field(description="name under which seeds and forks meet")
-    version: Version | None = Field(None, description="which weights of the model these are; forks are between equal versions; none: a target without files of its own, which takes the version that is served")
+    version: WeightsVersion | None = Field(None, description="which weights of the model these are; forks are between equal versions; none: a target without files of its own, which takes the version that is served")
     any_version: bool = Field(False, description="the version is not the target's own: it was taken over from what is served, and may be replaced as long as no other rank of its replica depends on it")
     replica: Identifier | None = Field(None, description="of which replica it is a rank: all ranks of one replica get one version; none: not known")
     rank: Rank = Field(Rank(), description="which part of the model it holds; forks are between equal ranks")
@@ -109,7 +109,7 @@ class InstanceView(WireModel):
     """An instance as the planner lists it."""
 
     report: InstanceReport = Field(description="the last that it sent")
-    version: Version | None = Field(None, description="of its weights, or of those it is getting; none: not settled yet")
+    version: WeightsVersion | None = Field(None, description="of its weights, or of those it is getting; none: not settled yet")
     age_s: float = Field(description="seconds since its last report")
     quarantined: Told | None = Field(None, description="why it gets no readers, if so")
 

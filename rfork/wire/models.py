@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rfork.fields import Bytes, HexId, Label, ModelName, Version
+from rfork.fields import Bytes, HexId, Label, ModelName, WeightsVersion
 from rfork.wire.base import WireModel
 
 
@@ -12,7 +12,7 @@ class ModelView(WireModel):
     """What the fleet holds of one model and rank."""
 
     model: ModelName = Field(description="name under which seeds and forks meet")
-    version: Version | None = Field(None, description="each version has its own entry; none: targets whose version is not settled yet")
+    version: WeightsVersion | None = Field(None, description="each version has its own entry; none: targets whose version is not settled yet")
     rank_key: Label = Field(description="the rank; each has its own entry")
     layout_id: HexId = Field(description="each layout has its own entry")
     weights_id: HexId | None = Field(description="each content has its own entry; none: those that are not sealed yet")

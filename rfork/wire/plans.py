@@ -18,7 +18,7 @@ from rfork.fields import (
     Text,
     Told,
     Transports,
-    Version,
+    WeightsVersion,
 )
 from rfork.wire.base import WireModel
 from rfork.wire.instances import InstanceReport, Placement
@@ -88,7 +88,7 @@ class Plan(WireModel):
     """Who reads what from whom. Nothing to read: nobody holds this image; `reason` says what there is instead."""
 
     fork_id: Identifier = Field(description="of the fork that asked")
-    version: Version | None = Field(None, description="of the weights that will be there; a target without a version of its own takes this one over")
+    version: WeightsVersion | None = Field(None, description="of the weights that will be there; a target without a version of its own takes this one over")
     weights_id: HexId | None = Field(None, description="digest of the weights that will be there; none: not sealed yet, or nothing to read")
     draft: HexId | None = Field(None, description="origin of the chunks, while the weights are not sealed")
     routes: tuple[Route, ...] = Field((), description="what it reads from other instances")

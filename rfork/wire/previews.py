@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rfork.fields import Bytes, BytesPerSecond, ChunkCount, Identifier, Label, ModelName, Told, Version
+from rfork.fields import Bytes, BytesPerSecond, ChunkCount, Identifier, Label, ModelName, Told, WeightsVersion
 from rfork.wire.base import WireModel
 from rfork.wire.plans import Share
 
@@ -13,7 +13,7 @@ class PreviewRequest(WireModel):
     """Ask who would read what from whom if replicas came now. Nothing is registered, planned or kept."""
 
     model: ModelName = Field(description="one that the planner knows")
-    version: Version | None = Field(None, description="of which version; none: the one that most instances serve")
+    version: WeightsVersion | None = Field(None, description="of which version; none: the one that most instances serve")
     rank_key: Label | None = Field(None, description="of which rank; none: each that is known of the model")
     targets: int = Field(1, ge=1, le=1024, description="replicas that would come together")
     per_host: int = Field(1, ge=1, le=64, description="how many of them would share a host; no host is one of those known")
@@ -39,7 +39,7 @@ class Preview(WireModel):
     """What would happen to one rank of the replicas."""
 
     model: ModelName = Field(description="as asked")
-    version: Version | None = Field(None, description="the version of the weights")
+    version: WeightsVersion | None = Field(None, description="the version of the weights")
     rank_key: Label = Field(description="the rank")
     image_bytes: Bytes = Field(description="of the rank")
     chunk_count: ChunkCount = Field(description="of the rank")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rfork.fields import Bytes, Identifier, Label, ModelName, Told, Version
+from rfork.fields import Bytes, Identifier, Label, ModelName, Told, WeightsVersion
 from rfork.wire.base import WireModel
 
 
@@ -13,7 +13,7 @@ class ScaleUp(WireModel):
 
     scaleup_id: Identifier = Field(description="chosen by the caller; saying it again replaces what was said before")
     model: ModelName = Field(description="whose replicas start")
-    version: Version | None = Field(None, description="of the weights that they will ask for; none: not known")
+    version: WeightsVersion | None = Field(None, description="of the weights that they will ask for; none: not known")
     replicas: int = Field(ge=0, le=100_000, description="new replicas that have not asked for their fork yet; 0: none comes any more")
     expires_in_s: float = Field(900.0, gt=0, le=86_400, description="who has not come by then is not waited for")
     by: Label = Field("", description="who says so, for people", examples=["deployment/default/llama"])

@@ -41,8 +41,8 @@ def save(
     buffers, under `key` (32 bytes) or `password` where one is given. Any other becomes a snapshot of all that
     the module serves with, as a ``….safetensors`` file or as the rank's in a folder; with `shared` its chunks
     are stored once for all snapshots around it, and with `check` those that are there are read, and replaced
-    where they are damaged; `version` is recorded as that of the weights. In a name as ``model-rank-%03d.tensors`` or ``….safetensors`` the number is that
-    of `rank`.
+    where they are damaged; `version` is recorded as that of the weights. In a name as
+    ``model-rank-%03d.tensors`` or ``….safetensors`` the number is that of `rank`.
 
     `progress` is told bytes as they go. What was there under the name is replaced once all is written. Raises
     UnsupportedTensor, SettingsError, MissingExtra and StorageError kinds.

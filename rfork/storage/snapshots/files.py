@@ -18,7 +18,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rfork.errors import CheckpointError, StorageCorrupt, StorageMissing
-from rfork.fields import HexId, Label, ModelName
+from rfork.fields import HexId, ModelName, WeightsVersion
 from rfork.image.chunks import Chunks
 from rfork.image.digest import digest_bytes
 from rfork.image.layout import Layout
@@ -50,8 +50,8 @@ class ManifestFile(BaseModel):
 
     format: Literal["rfork-manifest-v1"] = "rfork-manifest-v1"
     model: ModelName | None = Field(None, description="what it is a snapshot of, where the writer knew")
-    version: Label | None = Field(
-        None, min_length=1, description="version of the weights, of all ranks together; none: not recorded"
+    version: WeightsVersion | None = Field(
+        None, description="version of the weights, of all ranks together; none: not recorded"
     )
     rank: Rank = Rank()
     layout_id: HexId

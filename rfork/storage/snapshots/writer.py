@@ -35,6 +35,7 @@ from rfork.storage.snapshots.files import (
 )
 from rfork.storage.snapshots.shared_chunks import announced, clear_away, put
 from rfork.storage.snapshots.target import check_target
+from rfork.storage.versions.version import checked_version
 from rfork.wire import Rank
 
 PIECE_BYTES = 16 << 20
@@ -96,6 +97,8 @@ def write_snapshot(
     """
     folder, name = place_of(uri, rank)
     check_target(uri, settings)
+    if version is not None:
+        checked_version(version)
     job = _Job(image, manifest, check, progress, settings or options.load(StorageSettings))
     head = header(image.layout, manifest.weights_id)
     told = ManifestFile(

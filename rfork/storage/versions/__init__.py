@@ -1,1 +1,1 @@
-"""Versions of weights: the hub commit or the fingerprint that distinguishes one set of weight files from another."""
+"""Versions of weights: the hub commit or the fingerprint that identifies one set of weight files."""

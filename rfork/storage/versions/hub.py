@@ -22,10 +22,13 @@ def hub_commit(
 ) -> str | None:
     """Return the resolved commit (40 hex digits) of a model, or None where it is not known here.
 
-    `source` is a path in a Hugging Face cache (``models--ORG--NAME/snapshots/COMMIT``, or below; links are not
-    followed), or a hub id whose `revision` (``main`` where None) is in the local cache. The cache's folder is
-    `cache`, else the one that ``HF_HUB_CACHE`` and ``HF_HOME`` name. A `revision` that is a complete commit is
+    `source` is a path in a Hugging Face cache (``models--ORG--NAME/snapshots/COMMIT``, or below; links are
+    not followed), or a hub id whose `revision` (``main`` where None) is in the local cache. The cache is at
+    `cache`, else where ``HF_HUB_CACHE`` or ``HF_HOME`` says. A `revision` that is a complete commit is
     returned as it is. A local folder with the name of a hub id is a folder, as for engines.
+
+    An engine with access to the hub may move ``main`` to a newer commit as it starts: call this once it has
+    resolved the model, or name a revision.
     """
     if found := _in_cache(source):
         return found["commit"]

@@ -1,4 +1,4 @@
-"""Digests of local weight files by their headers and sampled blocks, cached while the files stay unchanged."""
+"""Digests of local weight files by header and sampled blocks, cached while the files stay unchanged."""
 
 from __future__ import annotations
 
@@ -87,6 +87,8 @@ def read_unchanged(path: Path, state: FileState, use: Callable[[Read], bytes]) -
     """Return what `use` makes of the file's bytes. Raises as `digest_of_file`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise StorageChanged(f"{path} was removed while it was read") from None
     except OSError as error:
         raise storage_error(path, error) from None
     try:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
-from rfork.errors import StorageCorrupt
+from rfork.errors import StorageCorrupt, StorageError
 from rfork.settings import StorageSettings
 from rfork.storage.location import Location
-from rfork.storage.versions.weight_files import WeightFiles
+from rfork.storage.versions.weight_files import MANIFEST_SUFFIX, WeightFiles
 
 if TYPE_CHECKING:
     from rfork.storage.snapshots.files import ManifestFile
@@ -18,16 +18,15 @@ if TYPE_CHECKING:
 WEIGHTS_PREFIX: Final = "weights:"
 
 
-def recorded_snapshots(
+def read_snapshots(
     folder: Location, found: WeightFiles, settings: StorageSettings
 ) -> dict[str, ManifestFile] | None:
     """Return the manifest of each snapshot in a folder, by name; None unless all weight files are snapshots.
 
-    The header of each snapshot is read, as a manifest next to replaced data is worth nothing. Raises
-    StorageCorrupt for such, and other StorageErrors. Files of other programs that have a manifest's name are
-    ignored.
+    Each snapshot's header is read too, since its data may have been replaced without its manifest: raises
+    StorageCorrupt then, and other StorageErrors. Other programs' manifests are ignored.
     """
-    described = {manifest.removesuffix(".manifest.json") for manifest in found.manifests}
+    described = {manifest.removesuffix(MANIFEST_SUFFIX) for manifest in found.manifests}
     if not described or not described.issuperset(found.weights):
         return None
     # These import torch.
@@ -48,8 +47,11 @@ def recorded_snapshots(
     return manifests if manifests and manifests.keys() >= set(found.weights) else None
 
 
-def version_of_snapshots(uri: str, manifests: Mapping[str, ManifestFile]) -> str:
-    """Return the one version of all these snapshots. Raises StorageCorrupt where they have several."""
+def version_of_snapshots(uri: str, manifests: Mapping[str, ManifestFile], *, is_partial: bool) -> str:
+    """Return the one version of all these snapshots. Raises StorageCorrupt where they have several.
+
+    With `is_partial` other ranks' snapshots may exist: raises StorageError where no version is recorded.
+    """
     recorded = {manifest.version for manifest in manifests.values()}
     if len(recorded) > 1:
         named = ", ".join(sorted(version or "none" for version in recorded))
@@ -60,6 +62,11 @@ def version_of_snapshots(uri: str, manifests: Mapping[str, ManifestFile]) -> str
     (version,) = recorded
     if version is not None:
         return version
+    if is_partial and any(each.rank.tp_size * each.rank.pp_size > 1 for each in manifests.values()):
+        raise StorageError(
+            f"{uri} cannot be listed, and its snapshots of several ranks record no version",
+            hint="write them with a version, or state it",
+        )
     ids = {name: manifest.weights_id for name, manifest in manifests.items()}
     if len(ids) == 1:
         return f"{WEIGHTS_PREFIX}{next(iter(ids.values()))}"

@@ -5,11 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from pydantic import TypeAdapter, ValidationError
+
+from rfork.errors import SettingsError
+from rfork.fields import WeightsVersion
 from rfork.settings import StorageSettings
 from rfork.storage.versions.fingerprint import fingerprint_of
 from rfork.storage.versions.hub import hub_commit, is_complete_snapshot, is_hub_id
 
 COMMIT_PREFIX: Final = "commit:"
+_version: TypeAdapter[str] = TypeAdapter(WeightsVersion)
+
+
+def checked_version(text: str) -> str:
+    """Return a stated version. Raises SettingsError unless it has 1 to 256 printable characters."""
+    try:
+        return _version.validate_python(text)
+    except ValidationError as error:
+        raise SettingsError(
+            f"{text[:80]!r} cannot be a version: {error.errors()[0]['msg']}", hint="e.g. the revision's name"
+        ) from None
 
 
 def version_of(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
+
+from rfork.errors import StorageMissing
 
 SAFETENSORS: Final = ".safetensors"
 TENSORIZER: Final = ".tensors"
@@ -19,21 +21,24 @@ TRAINING_STATE: Final = frozenset(
     for suffix in PICKLES
 )
 INDEX_SUFFIX: Final = ".index.json"
-MANIFEST_SUFFIX: Final = ".safetensors.manifest.json"
+MAX_INDEX_BYTES: Final = 256 << 20
+MANIFEST_SUFFIX: Final = ".manifest.json"
 DEFAULT_INDEXES: Final = frozenset({"model.safetensors.index.json", "pytorch_model.bin.index.json"})
-"""Indexes that engines read by default, so that every shard they name must exist."""
+"""Indexes that engines read by default, so every shard that they name must exist."""
+SINGLE: Final = "model.safetensors"
 
-_RANK_PATTERN: Final = re.compile(r"%(?:0\d)?d(?![0-9a-fA-F])")
-_PART: Final = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<parts>\d{5})\.gguf")
+_TEMPLATE: Final = re.compile(r"%(?:0\d)?d(?![0-9a-fA-F])")
+_GGUF_PART: Final = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<parts>\d{5})\.gguf")
+_RANK_SNAPSHOT: Final = re.compile(r"(model|draft)-rank-\d{3,}(-ep-\d{3,})?\.safetensors(\.manifest\.json)?")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """Names of a folder's weight files, of their indexes, and of possible snapshot manifests; all sorted."""
+    """Names of weight files, of their indexes, and of possible manifests of snapshots; each sorted."""
 
     weights: tuple[str, ...]
-    indexes: tuple[str, ...]
-    manifests: tuple[str, ...]
+    indexes: tuple[str, ...] = ()
+    manifests: tuple[str, ...] = ()
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -41,53 +46,89 @@ class WeightFiles:
         return (*self.weights, *self.indexes, *self.manifests)
 
 
-def select_weight_files(names: Iterable[str]) -> WeightFiles:
-    """Select among the names of a folder. Names in folders below and hidden files are ignored.
+def select_weight_files(names: Collection[str]) -> WeightFiles:
+    """Select among the names of a folder. Hidden files and files in folders below are ignored.
 
-    Weights are all ``*.safetensors``, ``*.gguf`` and ``*.tensors``, whether or not an index names them,
-    consolidated duplicates included: which of them is loaded depends on the engine and its flags. Only where
-    there are none of these, weights are ``*.bin``, ``*.pt`` and ``*.pth``, without the state of a training run.
+    Weights are all ``*.safetensors``, ``*.gguf`` and ``*.tensors``, in an index or not, consolidated
+    duplicates included: which of them is loaded depends on the engine and its flags. Where there are none of
+    these, weights are ``*.bin``, ``*.pt`` and ``*.pth``, without the state of a training run. Snapshots of
+    ranks next to a Hugging Face checkpoint are ignored, as `open_source` ignores them.
     """
     visible = sorted(name for name in names if "/" not in name and not name.startswith("."))
+    is_checkpoint = not DEFAULT_INDEXES.isdisjoint(visible) or (
+        SINGLE in visible and SINGLE + MANIFEST_SUFFIX not in visible
+    )
+    if is_checkpoint and any(
+        name.endswith(FORMATS) and not _RANK_SNAPSHOT.fullmatch(name) for name in visible
+    ):
+        visible = [name for name in visible if not _RANK_SNAPSHOT.fullmatch(name)]
     suffixes: tuple[str, ...] = FORMATS
-    weights = [name for name in visible if name.endswith(suffixes)]
+    weights = _ending(visible, suffixes)
+    manifests = _ending(visible, (SAFETENSORS + MANIFEST_SUFFIX,))
     if not weights:
         suffixes = PICKLES
-        weights = [name for name in visible if name.endswith(suffixes) and name not in TRAINING_STATE]
-    index_suffixes = tuple(f"{suffix}{INDEX_SUFFIX}" for suffix in suffixes)
-    indexes = [name for name in visible if name.endswith(index_suffixes)]
-    manifests = [name for name in visible if name.endswith(MANIFEST_SUFFIX)]
-    return WeightFiles(tuple(weights), tuple(indexes), tuple(manifests))
+        weights = tuple(name for name in _ending(visible, suffixes) if name not in TRAINING_STATE)
+    if not weights:  # the shards of an index may be in a folder that cannot be listed
+        suffixes = (*FORMATS, *PICKLES)
+    indexes = _ending(visible, tuple(suffix + INDEX_SUFFIX for suffix in suffixes))
+    return WeightFiles(weights, indexes, manifests)
 
 
-def select_named(name: str, names: Iterable[str]) -> WeightFiles:
-    """Select what a URI of one file means, among the names of its folder.
+def select_named(name: str, names: Collection[str]) -> WeightFiles:
+    """Select the files that a URI of one file means, among the names of its folder.
 
-    That is the file and its manifest, all parts of a split ``.gguf`` or ``.tensors``, all ranks of a pattern
-    such as ``model-rank-%03d.safetensors``, or an index; the caller adds the shards that the index names.
+    These are the file and its manifest, all parts of a split ``.gguf`` or ``.tensors``, all ranks of a
+    template such as ``model-rank-%03d.safetensors``, or an index, without the shards that it names.
     """
     if name.endswith(INDEX_SUFFIX):
-        return WeightFiles((), (name,), ())
-    if part := _PART.fullmatch(name):
-        pattern = rf"{re.escape(part['stem'])}-\d{{5}}-of-{part['parts']}\.gguf"
-    elif rank := _RANK_PATTERN.search(name):
-        pattern = rf"{re.escape(name[: rank.start()])}\d+(-ep-\d+)?{re.escape(name[rank.end() :])}"
+        return WeightFiles((), (name,))
+    if split := _GGUF_PART.fullmatch(name):
+        pattern = rf"{re.escape(split['stem'])}-\d{{5}}-of-{split['parts']}\.gguf"
+    elif template := _TEMPLATE.search(name):
+        head, tail = name[: template.start()], name[template.end() :]
+        pattern = rf"{re.escape(head)}\d+(-ep-\d+)?{re.escape(tail)}"
     elif name.endswith(TENSORIZER):
         pattern = rf"{re.escape(name.removesuffix(TENSORIZER))}(-\d{{5}}-of-\d{{5}})?\.tensors"
     else:
         pattern = re.escape(name)
-    weights = sorted(each for each in names if re.fullmatch(pattern, each))
-    manifests = sorted(each for each in names if re.fullmatch(rf"{pattern}\.manifest\.json", each))
+    weights = sorted(each for each in names if re.fullmatch(pattern, each, re.DOTALL))
+    manifest = pattern + re.escape(MANIFEST_SUFFIX)
+    manifests = sorted(each for each in names if re.fullmatch(manifest, each, re.DOTALL))
     return WeightFiles(tuple(weights), (), tuple(manifests))
 
 
+def has_weight_suffix(name: str) -> bool:
+    """Tell if a name is one of a weight file or an index, rather than of a folder."""
+    return name.endswith((*FORMATS, *PICKLES, INDEX_SUFFIX))
+
+
+def is_set(name: str) -> bool:
+    """Tell if the name of one file may mean several; see `select_named`."""
+    return (
+        name.endswith(TENSORIZER)
+        or _GGUF_PART.fullmatch(name) is not None
+        or _TEMPLATE.search(name) is not None
+    )
+
+
 def shards_of_index(text: bytes) -> frozenset[str]:
-    """Return the files that an index names. Raises ValueError where it is no index, or names one outside."""
+    """Return the files that an index names. Raises ValueError where it is none, or names one outside."""
     try:
         shards = frozenset(json.loads(text)["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError("it has no weight_map of tensors to files") from None
+        raise ValueError("it has no weight_map from tensors to files") from None
     for shard in shards:
         if not isinstance(shard, str) or not shard or shard.startswith("/") or ".." in shard.split("/"):
-            raise ValueError(f"it names {shard!r}, which is outside the folder")
+            raise ValueError(f"it names {shard!r}, which is not within the folder")
     return shards
+
+
+def missing_shard(folder: str, name: str) -> StorageMissing:
+    """The error for a shard that an index names and that does not exist."""
+    return StorageMissing(
+        f"{folder} lacks the shard {name}, which its index names", hint="download the checkpoint again"
+    )
+
+
+def _ending(names: Iterable[str], suffixes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name.endswith(suffixes))

@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from rfork.cli.app import app
+from rfork.engines import transformers
 from rfork.storage.modules.save import save
+from rfork.storage.versions.fingerprint import fingerprint_of
 
 NAME = "model-rank-000.safetensors"
 TENSORS = {"a": torch.arange(1000.0)}
@@ -128,3 +130,57 @@ def test_wrong_use_is_told_at_once(
     monkeypatch.chdir(tmp_path)
     assert told in run(*arguments, code=2)
     assert set() == names(tmp_path)
+
+
+@pytest.fixture
+def tiny_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of weight files, which loads as one linear layer."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    save_file(TENSORS, folder / "model.safetensors")
+    monkeypatch.setattr(transformers, "loaded_model", lambda _: torch.nn.Linear(2, 2))
+    return folder
+
+
+def test_a_snapshot_of_a_folder_has_the_folders_version(tmp_path: Path, tiny_folder: Path, run: Run) -> None:
+    """What is written is listed with the fingerprint of the files that it was written from."""
+    version = fingerprint_of(tiny_folder)
+    assert version is not None
+    target = tmp_path / "snapshot"
+    assert f"version {version}" in run(target, "--from", tiny_folder)
+    assert f"version {version}" in run("ls", target)
+    assert version == json.loads(run("ls", target, "--json"))["snapshots"][0]["version"]
+    assert version == fingerprint_of(target)
+
+
+def test_a_stated_version_is_recorded(
+    tmp_path: Path, tiny_folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The option comes before the variable, and the variable before the folder's own version."""
+    monkeypatch.setenv("RFORK_VERSION", "v1")
+    run(tmp_path / "a", "--from", tiny_folder)
+    run(tmp_path / "b", "--from", tiny_folder, "--version", "v2")
+    assert "v1" == fingerprint_of(tmp_path / "a")
+    assert "v2" == fingerprint_of(tmp_path / "b")
+
+
+def test_an_unusable_version_is_refused_before_weights_are_loaded(
+    tmp_path: Path, tiny_folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version of several lines is wrong use."""
+    monkeypatch.delattr(transformers, "loaded_model")
+    assert "cannot be a version" in run(tmp_path / "a", "--from", tiny_folder, "--version", "a\nb", code=2)
+
+
+def test_a_folder_that_changes_as_it_is_loaded_is_refused(
+    tmp_path: Path, tiny_folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recorded version is that of the weights that were loaded, or there is no snapshot."""
+
+    def loaded_model(folder: Path) -> torch.nn.Module:
+        save_file({"a": torch.zeros(7)}, folder / "model.safetensors")
+        return torch.nn.Linear(2, 2)
+
+    monkeypatch.setattr(transformers, "loaded_model", loaded_model)
+    assert "changed while its weights were loaded" in run(tmp_path / "a", "--from", tiny_folder, code=6)
+    assert not (tmp_path / "a").exists()

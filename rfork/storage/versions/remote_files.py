@@ -1,0 +1,161 @@
+"""The weight files of an object store or a web server: a fingerprint reads their entity tags and sizes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from rfork.errors import SettingsError, StorageCorrupt, StorageDenied, StorageError, StorageMissing
+from rfork.settings import StorageSettings
+from rfork.storage import stores
+from rfork.storage.blob import Blob, Store, part
+from rfork.storage.location import Location
+from rfork.storage.reading.side_by_side import side_by_side
+from rfork.storage.versions.samples import sampled_digest
+from rfork.storage.versions.weight_files import (
+    MAX_INDEX_BYTES,
+    WeightFiles,
+    has_weight_suffix,
+    is_set,
+    missing_shard,
+    select_named,
+    select_weight_files,
+)
+
+MAX_LISTED: Final = 10_000
+UNTAGGED_SAMPLES: Final = 8
+"""Blocks read of a file whose server sends neither an entity tag nor a date."""
+KNOWN_NAMES: Final = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "model.safetensors.manifest.json",
+    "model-rank-000.safetensors.manifest.json",
+    "config.json",
+)
+"""Names that are tried in a folder that cannot be listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFiles:
+    """Files in a store's folder; see `Files`. `query` is that of a presigned URL, which names one file."""
+
+    store: Store
+    folder: Location
+    found: WeightFiles
+    is_listed: bool
+    is_partial: bool
+    streams: int
+    query: str
+
+    def text(self, name: str) -> bytes:
+        """See `Files`."""
+        with closing(self.store.open(name + self.query)) as blob:
+            if blob.size > MAX_INDEX_BYTES:
+                raise StorageCorrupt(f"{blob.uri} is too long for an index: {blob.size} bytes")
+            return part(blob, 0, blob.size)
+
+    def digests(self, names: Sequence[str]) -> Sequence[bytes]:
+        """See `Files`."""
+
+        def digest(name: str) -> bytes:
+            try:
+                blob = self.store.open(name + self.query)
+            except StorageMissing:
+                if name in self.found.weights:
+                    raise
+                raise missing_shard(self.folder.uri, name) from None
+            with closing(blob):
+                return _digest(blob)
+
+        return side_by_side(self.folder.uri, digest, names, self.streams)
+
+    def close(self) -> None:
+        """Close the store."""
+        self.store.close()
+
+
+def open_remote_files(location: Location, settings: StorageSettings) -> RemoteFiles:
+    """Find the files that a URI means. Raises StorageMissing where it means none, and other StorageErrors."""
+    is_folder = not location.query and not has_weight_suffix(location.name)
+    folder = (location if is_folder else location.parent).folder
+    store = stores.open_store(folder, settings)
+    try:
+        if is_folder:
+            names, is_listed = _names(store)
+            found = select_weight_files(names)
+        else:
+            names, is_listed = _names_of_file(store, location), False
+            found = select_named(location.name, names)
+        if not names:
+            raise StorageMissing(f"{location.uri} has no files", hint="is its name right?")
+    except BaseException:
+        store.close()
+        raise
+    return RemoteFiles(
+        store,
+        folder,
+        found,
+        is_listed=is_listed,
+        is_partial=is_folder and not is_listed,
+        streams=settings.streams,
+        query=f"?{location.query}" if location.query else "",
+    )
+
+
+def _names(store: Store) -> tuple[Sequence[str], bool]:
+    """Names in a folder, and whether they are all."""
+    try:
+        return _listed(store, ""), True
+    except (SettingsError, StorageDenied):  # a web server, or no permission to list
+        return _existing(store, KNOWN_NAMES), False
+
+
+def _names_of_file(store: Store, location: Location) -> Sequence[str]:
+    name = location.name
+    if location.query:
+        return (name,)
+    if is_set(name):
+        try:
+            return _listed(store, name.partition("%")[0].partition(".")[0])
+        except (SettingsError, StorageDenied):
+            pass
+    return _existing(store, (name, f"{name}.manifest.json"))
+
+
+def _listed(store: Store, prefix: str) -> Sequence[str]:
+    names = [entry.name for entry in islice(store.list(prefix), MAX_LISTED + 1)]
+    if len(names) > MAX_LISTED:
+        raise StorageError(
+            f"{store.uri} holds more than {MAX_LISTED} files", hint="name the folder of one checkpoint"
+        )
+    return names
+
+
+def _existing(store: Store, names: Sequence[str]) -> Sequence[str]:
+    """Those of these names that exist. Raises StorageDenied where access to all of them is denied."""
+    found: list[str] = []
+    denied: list[StorageDenied] = []
+    for name in names:
+        try:
+            store.open(name).close()
+        except StorageMissing:
+            continue
+        except StorageDenied as error:  # S3's response for missing names to clients that may not list
+            denied.append(error)
+        else:
+            found.append(name)
+    if denied and not found:
+        raise denied[0]
+    return found
+
+
+def _digest(blob: Blob) -> bytes:
+    if blob.version is not None:
+        return hashlib.sha256(f"{blob.size}\n{blob.version}".encode()).digest()
+    return sampled_digest(
+        blob.uri, blob.size, lambda offset, length: part(blob, offset, length), UNTAGGED_SAMPLES
+    )

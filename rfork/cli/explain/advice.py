@@ -15,6 +15,8 @@ ADVICE: Final[dict[str, str]] = {
     "RFORK_DEADLINE_S.",
     "LayoutMismatch": "Build the target exactly as its seed: same revision, dtype, parallel ranks and "
     "quantisation. The reason names the first tensor that differs.",
+    "WrongVersion": "Give all ranks of a server one version of the weights: the same files on all nodes, or "
+    "RFORK_VERSION.",
     "LeaseRefused": "Synchronise the clocks of both hosts (NTP), and give all planner replicas one "
     "RFORK_PLANNER_SECRET.",
     "SourceGone": "See in the source's log why it ended; have it drained before it ends: `rfork drain "

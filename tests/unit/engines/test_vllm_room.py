@@ -125,7 +125,7 @@ def test_choice_of_kernels_is_a_fact() -> None:
 
 def test_hook_points_that_moved_are_told_in_one_line() -> None:
     """With the version there is and those that were tested; all of what moved, and nothing else."""
-    known = Point("rfork.engines.vllm.naming.model_name", ("model", "revision"))
+    known = Point("rfork.engines.vllm.naming.model_name", ("model", "draft"))
     wrong = (
         known,
         Point("rfork.engines.vllm.naming.model_name", ("path",)),

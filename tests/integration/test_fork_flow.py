@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,8 +48,10 @@ class Fleet:
         self.client = PlannerClient(self.url)
         self.seeds: dict[str, RforkProcess] = {}
 
-    def seed(self, name: str = "tiny", *, model: Path | None = None, rate: str | None = None) -> RforkProcess:
-        arguments = ["seed", str(model or self.model), "--name", name, "--planner", self.url, "--json"]
+    def seed(
+        self, *more: str, name: str = "tiny", model: Path | None = None, rate: str | None = None
+    ) -> RforkProcess:
+        arguments = ["seed", str(model or self.model), "--name", name, "--planner", self.url, "--json", *more]
         if rate is not None:
             arguments += ["--egress-rate", rate]
         process = self._start(*arguments, until=READY, environment={"RFORK_TRANSPORTS": "http"})
@@ -59,13 +62,14 @@ class Fleet:
         self,
         *more: str,
         name: str = "tiny",
+        model: Path | None = None,
         planner: str | None = None,
         environment: dict[str, str] | None = None,
     ) -> RforkProcess:
         return self._start(
             *(
                 "pull",
-                str(self.model),
+                str(model or self.model),
                 "--name",
                 name,
                 "--planner",
@@ -223,7 +227,7 @@ def test_a_planner_that_is_silent_at_first_is_asked_again(fleet: Fleet, expected
 def test_whoever_reads_its_own_asks_nobody_to_wait(fleet: Fleet, expected_sha256: str) -> None:
     """With `cold_start` own, a model that nobody holds is loaded from the checkpoint as a fallback."""
     own = {"RFORK_COLD_START": "own"}
-    report = result(fleet.pull("--checkpoint", str(fleet.model), environment=own))
+    report = result(fleet.pull("--version", "v1", environment=own))
     reasons = cast(list[str], report["reasons"])
     assert ("fallback", expected_sha256, "NoSource", report["image_bytes"]) == (
         report["outcome"],
@@ -233,9 +237,11 @@ def test_whoever_reads_its_own_asks_nobody_to_wait(fleet: Fleet, expected_sha256
     )
 
 
-def test_nothing_left_is_exit_code_7(fleet: Fleet) -> None:
-    """Without a source and without a checkpoint the command fails, and says so."""
-    process = fleet.pull()
+def test_nothing_left_is_exit_code_7(fleet: Fleet, tmp_path: Path) -> None:
+    """Without a source, a checkpoint and weights of its own the command fails, and says so."""
+    folder = tmp_path / "config-only"
+    shutil.copytree(fleet.model, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    process = fleet.pull(model=folder)
     assert 7 == process.wait()
     assert "no way to get the weights is left" in process.stdout + process.stderr
 
@@ -303,15 +309,15 @@ def test_an_interrupt_in_mid_fork(fleet: Fleet, number: signal.Signals) -> None:
 
 
 def test_another_layout_names_the_tensor(fleet: Fleet, tmp_path: Path) -> None:
-    """A seed of the same name with other shapes: the reason names the first tensor that differs."""
+    """A seed of the same version with other shapes: the reason names the first tensor that differs."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(fleet.model)
     config.intermediate_size //= 2
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
-    fleet.seed(model=tmp_path)
+    fleet.seed("--version", "v1", model=tmp_path)
     own = {"RFORK_COLD_START": "own"}
-    report = result(fleet.pull("--checkpoint", str(fleet.model), environment=own))
+    report = result(fleet.pull("--version", "v1", environment=own))
     reason = cast(list[str], report["reasons"])[0]
     assert [] == [
         part for part in ("mlp.", "here bfloat16[", "there bfloat16[", "1024", "512") if part not in reason

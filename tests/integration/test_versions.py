@@ -188,7 +188,7 @@ class Net(nn.Module):
 
     def __init__(self, value: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((1 << 16,), value))
+        self.weight = nn.Parameter(torch.full((1 << 16,), float(value)))
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ FIRST_RETRY_S: Final = 0.25
 DEFAULT_INTERVAL_S: Final = 5.0
 LEAST_GAP_S: Final = 0.1
 MARGIN: Final = 0.8
+STOP_S: Final = 1.0
+"""Time for the last calls of an instance that ends: the planner forgets a silent one by itself."""
 
 
 class Heartbeat:
@@ -89,21 +91,23 @@ class Heartbeat:
             self._changed.wait_for(lambda: self._failures or self._heard >= wanted, timeout_s)
             return self._heard >= wanted
 
-    def stop(self, *, remove: bool) -> None:
+    def stop(self, *, remove: bool, within_s: float = STOP_S) -> None:
         """End the thread and, with `remove`, have the planner forget this instance. Safe to call twice.
 
-        Waits for a report under way, which the client's timeout bounds; a planner that is away is logged.
+        Takes `within_s` seconds at most: a report in progress gets half of them, and is then left to the
+        client, which ends it when it is closed. A planner that cannot be reached is logged.
         """
+        deadline = time.monotonic() + within_s
         first = not self._stopping.is_set()
         self._stopping.set()
         self._hurry.set()
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(within_s / 2)
         if not (first and remove and self._instance_id and self._thread.ident is not None):
             return
         try:
-            self._client.remove(self._instance_id)
+            self._client.remove(self._instance_id, deadline=deadline)
         except NetworkError as error:
             # The planner forgets a silent instance by itself.
             self._log.warning("instance not removed", instance_id=self._instance_id, reason=str(error))
@@ -147,6 +151,8 @@ class Heartbeat:
             self._instance_id = report.instance_id
             ack = self._client.report(report)
         except RforkError as error:
+            if self._stopping.is_set():
+                return  # nobody waits for this report any more
             if self._failures == 0:
                 self._log.warning("planner lost", planner=self._client.url, reason=str(error))
             self._fail()

@@ -14,6 +14,7 @@ from typing import Final, TypeVar
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from rfork.control.deadline_transport import DEADLINE, DeadlineTransport, untrusting_context
 from rfork.errors import PlannerRefused, PlannerUnreachable, SettingsError
 from rfork.settings import TlsSettings
 from rfork.tracing import carrier
@@ -24,6 +25,8 @@ Answer = TypeVar("Answer")
 DEAD_CONNECTION: Final = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError, httpx.CloseError)
 BUSY: Final = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 """Statuses after which the same request may be answered a little later."""
+MAX_ANSWER_BYTES: Final = 32 << 20
+"""Several times the largest page that a planner sends: 1,000 forks of a few KiB each."""
 
 Query = Mapping[str, str | int | bool | None]
 
@@ -43,7 +46,8 @@ class RestClient:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self._closed = threading.Event()
-        headers = {"Accept": "application/json"}
+        # No compression: the bound on an answer is then a bound on the memory that it takes.
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         if token:
             headers["Authorization"] = f"Bearer {token}"
         try:
@@ -57,8 +61,7 @@ class RestClient:
                 base_url=self.url,
                 headers=headers,
                 timeout=timeout_s,
-                verify=_ssl_context(tls) if parsed.scheme == "https" else _nobody(),
-                transport=transport,
+                transport=transport or _transport(parsed.scheme, tls),
                 trust_env=False,  # the settings module alone reads the environment; proxies do not apply
             )
         except UnicodeEncodeError:
@@ -73,9 +76,10 @@ class RestClient:
         query: Query | None = None,
         *,
         patient: bool = False,
+        deadline: float | None = None,
     ) -> Answer:
-        """Send one request; returns the body of its answer, as `answer` has it."""
-        response = self.call(method, path, body, query, patient=patient)
+        """Send one request; returns the body of its answer, as `answer` has it. Arguments as of `call`."""
+        response = self.call(method, path, body, query, patient=patient, deadline=deadline)
         try:
             return answer.validate_json(response.content)
         except ValidationError as error:
@@ -91,11 +95,15 @@ class RestClient:
         query: Query | None = None,
         *,
         patient: bool = False,
+        deadline: float | None = None,
     ) -> httpx.Response:
         """Send one request; returns a 2xx answer. `patient`: where the planner says that it would answer
-        later, and within `timeout_s`, wait and send it once more.
+        later, and within the time there is, wait and send it once more.
+
+        The time is `timeout_s`, or what is left until `deadline` (`time.monotonic()` value) if that is less.
         """
-        deadline = time.monotonic() + self.timeout_s
+        latest = time.monotonic() + self.timeout_s
+        deadline = latest if deadline is None else min(deadline, latest)
         while True:
             response = self._send(self._request(method, path, body, query, deadline), deadline)
             if response.is_success:
@@ -115,20 +123,23 @@ class RestClient:
         try:
             response = self._http.send(request, stream=True)
             if not response.is_success:
-                try:
-                    response.read()
-                finally:
-                    response.close()
+                response = self._complete(request, response, deadline)
         except httpx.RequestError as error:
             raise self.unreachable(error) from error
         except RuntimeError as error:  # httpx: the client has been closed
             raise PlannerUnreachable(f"planner {self.url} was not asked: {error}") from error
         if not response.is_success:
             raise self.refused(response)
+        try:
+            self._check_plain(request, response)
+        except PlannerRefused:
+            response.close()
+            raise
+        del request.extensions[DEADLINE]  # events come for as long as they are wanted
         return response
 
     def close(self) -> None:
-        """Close the pooled connections; a request that waits is sent no more."""
+        """Close the connections: a request in progress ends with an error, one that waits is not sent."""
         self._closed.set()
         self._http.close()
 
@@ -154,7 +165,8 @@ class RestClient:
     def unreachable(self, error: httpx.RequestError, within_s: float | None = None) -> PlannerUnreachable:
         """The error of a request that was not answered, or not within a time (`timeout_s`, unless given)."""
         if isinstance(error, httpx.TimeoutException):
-            reason = f"no answer within {within_s or self.timeout_s:g} s"
+            allowed_s = self.timeout_s if within_s is None else within_s
+            reason = f"no answer within {round(allowed_s, 1):g} s"
         else:
             reason = str(error) or type(error).__name__
         message = f"planner {self.url} cannot be reached: {reason}"
@@ -180,33 +192,49 @@ class RestClient:
             content=None if body is None else body.model_dump_json(),
             headers=carrier() | ({} if body is None else {"Content-Type": "application/json"}),
             timeout=max(0.001, deadline - time.monotonic()),
+            extensions={DEADLINE: deadline},
         )
 
     def _send(self, request: httpx.Request, deadline: float) -> httpx.Response:
         """Send, once more if the pooled connection was dead, and read the body within `deadline`."""
+        within_s = max(0.0, deadline - time.monotonic())
         try:
             try:
                 return self._read(request, deadline)
             except DEAD_CONNECTION:
                 return self._read(request, deadline)
         except httpx.RequestError as error:
-            raise self.unreachable(error) from error
+            raise self.unreachable(error, within_s) from error
         except RuntimeError as error:  # httpx: the client has been closed
             raise PlannerUnreachable(f"planner {self.url} was not asked: {error}") from error
 
     def _read(self, request: httpx.Request, deadline: float) -> httpx.Response:
-        response = self._http.send(request, stream=True)
+        return self._complete(request, self._http.send(request, stream=True), deadline)
+
+    def _complete(self, request: httpx.Request, response: httpx.Response, deadline: float) -> httpx.Response:
+        """The answer with its body, which is bounded in time and in size."""
         try:
+            self._check_plain(request, response)
             content = bytearray()
             for piece in response.iter_bytes():
                 content += piece
-                # httpx bounds each wait, not their sum: a server that trickles would hold the caller.
+                if len(content) > MAX_ANSWER_BYTES:
+                    raise self._unusable(request, response, f"it is larger than {MAX_ANSWER_BYTES >> 20} MiB")
                 if time.monotonic() > deadline:
                     raise httpx.ReadTimeout("the answer trickled in too slowly", request=request)
         finally:
             response.close()
         kept = {name: value for name, value in response.headers.items() if name == "retry-after"}
         return httpx.Response(response.status_code, headers=kept, content=bytes(content), request=request)
+
+    def _check_plain(self, request: httpx.Request, response: httpx.Response) -> None:
+        """Raises PlannerRefused for a compressed body, which takes far more memory than it has bytes."""
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if encoding != "identity":
+            raise self._unusable(request, response, f"its body is encoded ({encoding[:20]!r})")
+
+    def _unusable(self, request: httpx.Request, response: httpx.Response, reason: str) -> PlannerRefused:
+        return self.not_a_planner(request.method, request.url.path, response.status_code, reason)
 
 
 def _retry_after(response: httpx.Response) -> float | None:
@@ -222,9 +250,11 @@ def _bad_url(url: str, reason: str) -> SettingsError:
     return SettingsError(f"planner URL {url!r} cannot be used: {reason}", hint="e.g. http://127.0.0.1:8700")
 
 
-def _nobody() -> ssl.SSLContext:
-    """Trusts nobody: plain HTTP needs none, and to read this machine's authorities takes 20 ms."""
-    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+def _transport(scheme: str, tls: TlsSettings | None) -> DeadlineTransport:
+    if scheme != "https":  # to read this machine's authorities takes 20 ms
+        return DeadlineTransport(untrusting_context)
+    context = _ssl_context(tls)
+    return DeadlineTransport(lambda: context)
 
 
 def _ssl_context(tls: TlsSettings | None) -> ssl.SSLContext:

@@ -104,7 +104,9 @@ class Asking:
         )
         with self._watch.phase("plan"):
             # Who reads already goes on with that, and asks again by itself.
-            return self._planner.ask(request) if self._planned else self._ask_patiently(request)
+            if self._planned:
+                return self._planner.ask(request, deadline=self._deadline.at)
+            return self._ask_patiently(request)
 
     def _ask_patiently(self, request: ForkRequest) -> Plan:
         """Ask until the planner answers, or has been away or silent for too long."""
@@ -113,7 +115,7 @@ class Asking:
         while True:
             asked_at = time.monotonic()
             try:
-                return self._planner.ask(request)
+                return self._planner.ask(request, deadline=self._deadline.at)
             except (PlannerUnreachable, PlannerRefused) as error:
                 now, failure = time.monotonic(), _failure(error)
                 if failure is None or now >= self._deadline.at:
@@ -139,6 +141,7 @@ class Asking:
             return
         self._compared.add(other.source_id)
         patience_s = min(COMPARE_S, self._settings.stall_s) if reads else self._settings.stall_s
+        patience_s = min(patience_s, max(0.0, self._deadline.at - time.monotonic()))
         difference = explain_mismatch(other, self._seed.image.layout, self._dial, patience_s)
         if not reads:
             raise difference

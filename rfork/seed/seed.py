@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from rfork.control.client import PlannerClient
-from rfork.control.heartbeat import Heartbeat
+from rfork.control.heartbeat import STOP_S, Heartbeat
 from rfork.control.lease import decode_key
 from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
@@ -119,12 +119,15 @@ class Seed(Answering):
                 done.wait(min(left, 1.0))
         return True
 
-    def close(self, drain_s: float = 0.0) -> None:
-        """Drain for at most `drain_s` seconds, leave the planner's books, and stop giving."""
+    def close(self, drain_s: float = 0.0, *, leave_s: float = STOP_S) -> None:
+        """Drain for at most `drain_s` seconds, leave the planner's books, and stop giving.
+
+        The planner gets `leave_s` seconds to hear of it: one that does not answer forgets the instance later.
+        """
         if drain_s > 0:
             self.drain(drain_s)
         if self._heartbeat is not None:
-            self._heartbeat.stop(remove=True)
+            self._heartbeat.stop(remove=True, within_s=leave_s)
         self._governor.close()
         if self._pacing is not None:
             self._pacing.close()

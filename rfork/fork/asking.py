@@ -89,7 +89,11 @@ class Asking:
             before = plan.reason
             plan = self._ask((), current)
             if plan.storage:
-                self.reasons.append(NoSource(f"{before}: {plan.reason}, for all that wait"))
+                self.reasons.append(
+                    NoSource(f"{': '.join(filter(None, (before, plan.reason)))}, for all that wait")
+                )
+        elif plan.storage and not self.reasons:
+            self.reasons.append(NoSource(f"{plan.reason}, for all that wait"))
         self._planned = self._planned or bool(plan.routes or plan.storage)
         if plan.routes:
             self._named = plan.weights_id is not None

@@ -176,7 +176,6 @@ class ForkSession:
             self._pull(image, board, seed, keeper, derived, reasons, replacing)
         except Rebound as loaded:
             way = loaded.way
-            reasons.extend(self._sent_by)
         except (ForkFailed, NetworkError, DeadlinePassed) as error:
             reasons.append(error)
             keeper.halt()
@@ -301,7 +300,7 @@ class ForkSession:
                 with reporter.running(), self._watch.phase("transfer"):
                     puller.run()
             finally:
-                reasons.extend((*offers.reasons, *puller.reasons))
+                reasons.extend((*offers.reasons, *self._sent_by, *puller.reasons))
 
     def _finish(
         self, outcome: Outcome, reasons: Sequence[BaseException], report: ForkReport | None = None

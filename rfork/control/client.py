@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from rfork.control.events import SILENCE_S, EventStream
 from rfork.control.rest import RestClient
+from rfork.control.token_file import TokenFile
 from rfork.errors import PlannerRefused, SettingsError
 from rfork.fields import ForkState, InstanceState
 from rfork.settings import Settings, TlsSettings
@@ -64,14 +65,14 @@ class PlannerClient:
     and `ask` wait once, within `timeout_s`, where the planner says that it is busy for so long. A `deadline`
     (`time.monotonic()` value) bounds a call further; both hold however slowly, and whatever, the other side
     sends. An answer of more than 32 MiB is refused.
-    The constructor raises SettingsError for a URL or TLS files that cannot be used; it connects to nothing.
+    The constructor raises SettingsError for a URL or files that cannot be used; it connects to nothing.
     """
 
     def __init__(
         self,
         url: str,
         *,
-        token: str | None = None,
+        token: str | TokenFile | None = None,
         tls: TlsSettings | None = None,
         timeout_s: float = 5.0,
         transport: httpx.BaseTransport | None = None,
@@ -86,7 +87,11 @@ class PlannerClient:
         """A client of the planner that the settings name. Raises SettingsError where they name none."""
         if settings.planner is None:
             raise SettingsError("no planner is set", hint="pass --planner URL or set RFORK_PLANNER")
-        token = settings.token.get_secret_value() if settings.token is not None else None
+        token: str | TokenFile | None = None
+        if settings.token_file is not None:
+            token = TokenFile(settings.token_file)
+        elif settings.token is not None:
+            token = settings.token.get_secret_value()
         return cls(settings.planner, token=token, tls=settings.tls, timeout_s=settings.planner_timeout_s)
 
     # -- instances --------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Final
 
 from rfork.control.client import PlannerClient
-from rfork.errors import NetworkError, RforkError
+from rfork.control.rest import BUSY
+from rfork.errors import NetworkError, PlannerRefused, RforkError
 from rfork.logs import logger
 from rfork.wire import InstanceAck, InstanceReport
 
@@ -22,6 +23,7 @@ FIRST_RETRY_S: Final = 0.25
 DEFAULT_INTERVAL_S: Final = 5.0
 LEAST_GAP_S: Final = 0.1
 MARGIN: Final = 0.8
+REMIND_S: Final = 60.0
 STOP_S: Final = 1.0
 """Time for the last calls of an instance that ends: the planner forgets a silent one by itself."""
 
@@ -43,8 +45,11 @@ class Heartbeat:
         instance_id: str | None = None,
         retry_s: float = FIRST_RETRY_S,
         least_gap_s: float = LEAST_GAP_S,
+        remind_s: float = REMIND_S,
     ) -> None:
-        """`instance_id`: of whom the planner may know before the first report, as a fork's own request."""
+        """`remind_s`: how often a refusal that lasts is logged.
+
+        `instance_id`: of whom the planner may know before the first report, as a fork's own request."""
         self._client = client
         self._report = report
         self._on_ack = on_ack
@@ -58,6 +63,8 @@ class Heartbeat:
         self._changed = threading.Condition()
         self._begun = self._heard = 0  # reports, by number: the last that was made, and that got through
         self._failures = 0
+        self._remind_s = remind_s
+        self._refusal: tuple[str, float] | None = None  # the last that was logged, and when
         self._instance_id = instance_id
         self._log = logger("rfork.heartbeat")
         self._thread = threading.Thread(target=self._run, name="rfork-heartbeat", daemon=True)
@@ -142,6 +149,23 @@ class Heartbeat:
         # Jitter keeps a fleet from knocking in step on a planner that comes back.
         return pause_s * random.uniform(0.5, 1.0)
 
+    def _log_refusal(self, error: PlannerRefused) -> None:
+        """Log a refusal when it begins, when its cause changes and every `remind_s` while it lasts."""
+        now = time.monotonic()
+        if self._refusal is not None:
+            problem, logged_at = self._refusal
+            if problem == error.problem and now - logged_at < self._remind_s:
+                return
+        self._refusal = error.problem, now
+        self._log.warning(
+            "planner refuses this instance: no fork can find it",
+            planner=self._client.url,
+            status=error.status,
+            problem=error.problem,
+            reason=str(error),
+            hint=error.hint,
+        )
+
     def _send(self) -> None:
         try:
             with self._changed:
@@ -153,13 +177,16 @@ class Heartbeat:
         except RforkError as error:
             if self._stopping.is_set():
                 return  # nobody waits for this report any more
-            if self._failures == 0:
+            if isinstance(error, PlannerRefused) and error.status not in BUSY:
+                self._log_refusal(error)
+            elif self._failures == 0:
                 self._log.warning("planner lost", planner=self._client.url, reason=str(error))
             self._fail()
             return
         if self._failures:
             self._log.info("planner is back", planner=self._client.url, missed=self._failures)
         self._failures = 0
+        self._refusal = None
         self._interval_s = max(ack.heartbeat_s, self._least_gap_s)
         # The acknowledgement first: whoever waits for the connection finds the lease key in place.
         self._on_ack(ack)

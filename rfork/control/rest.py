@@ -15,6 +15,7 @@ import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rfork.control.deadline_transport import DEADLINE, DeadlineTransport, untrusting_context
+from rfork.control.token_file import TokenFile
 from rfork.errors import PlannerRefused, PlannerUnreachable, SettingsError
 from rfork.settings import TlsSettings
 from rfork.tracing import carrier
@@ -25,6 +26,8 @@ Answer = TypeVar("Answer")
 DEAD_CONNECTION: Final = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError, httpx.CloseError)
 BUSY: Final = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 """Statuses after which the same request may be answered a little later."""
+REJECTED: Final = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
+"""Statuses of a token that the planner does not accept (yet, or any more)."""
 MAX_ANSWER_BYTES: Final = 32 << 20
 """Several times the largest page that a planner sends: 1,000 forks of a few KiB each."""
 
@@ -38,7 +41,7 @@ class RestClient:
         self,
         url: str,
         *,
-        token: str | None,
+        token: str | TokenFile | None,
         tls: TlsSettings | None,
         timeout_s: float,
         transport: httpx.BaseTransport | None,
@@ -48,7 +51,8 @@ class RestClient:
         self._closed = threading.Event()
         # No compression: the bound on an answer is then a bound on the memory that it takes.
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
-        if token:
+        self._token_file = token if isinstance(token, TokenFile) else None
+        if isinstance(token, str) and token:
             headers["Authorization"] = f"Bearer {token}"
         try:
             parsed = httpx.URL(self.url)
@@ -108,6 +112,8 @@ class RestClient:
             response = self._send(self._request(method, path, body, query, deadline), deadline)
             if response.is_success:
                 return response
+            if response.status_code in REJECTED and self._has_new_token(response.request):
+                continue
             wait_s = _retry_after(response)
             if not patient or wait_s is None or time.monotonic() + wait_s >= deadline:
                 raise self.refused(response)
@@ -151,8 +157,8 @@ class RestClient:
         except ValidationError:
             return self.not_a_planner(method, path, response.status_code, "not a problem document")
         hint, wait_s = "", _retry_after(response)
-        if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            hint = "set RFORK_TOKEN to the planner's token"
+        if response.status_code in REJECTED:
+            hint = "set RFORK_TOKEN, or the file RFORK_TOKEN_FILE, to one of the planner's tokens"
         elif wait_s is not None:
             hint = f"ask again in {wait_s:g} s"
         return PlannerRefused(
@@ -182,15 +188,24 @@ class RestClient:
             hint="check that RFORK_PLANNER names an rfork planner of this release",
         )
 
+    def _has_new_token(self, refused: httpx.Request) -> bool:
+        """Whether the token file holds another token by now than the one that was refused."""
+        if self._token_file is None:
+            return False
+        return refused.headers.get("Authorization") != f"Bearer {self._token_file.reread()}"
+
     def _request(
         self, method: str, path: str, body: BaseModel | None, query: Query | None, deadline: float
     ) -> httpx.Request:
+        headers = carrier() | ({} if body is None else {"Content-Type": "application/json"})
+        if self._token_file is not None:
+            headers["Authorization"] = f"Bearer {self._token_file.token}"
         return self._http.build_request(
             method,
             path,
             params={name: value for name, value in (query or {}).items() if value is not None},
             content=None if body is None else body.model_dump_json(),
-            headers=carrier() | ({} if body is None else {"Content-Type": "application/json"}),
+            headers=headers,
             timeout=max(0.001, deadline - time.monotonic()),
             extensions={DEADLINE: deadline},
         )

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from rfork.control.client import PlannerClient
+from rfork.control.planner_clock import MAX_SKEW_S, PlannerClock
 from rfork.control.rest import BUSY
 from rfork.errors import NetworkError, PlannerRefused, RforkError
 from rfork.logs import logger
@@ -46,10 +47,13 @@ class Heartbeat:
         retry_s: float = FIRST_RETRY_S,
         least_gap_s: float = LEAST_GAP_S,
         remind_s: float = REMIND_S,
+        clock: PlannerClock | None = None,
     ) -> None:
-        """`remind_s`: how often a refusal that lasts is logged.
+        """`instance_id`: of whom the planner may know before the first report, as a fork's own request.
 
-        `instance_id`: of whom the planner may know before the first report, as a fork's own request."""
+        `remind_s`: how often a refusal that lasts is logged. `clock` learns the planner's time from each
+        acknowledgement.
+        """
         self._client = client
         self._report = report
         self._on_ack = on_ack
@@ -64,6 +68,8 @@ class Heartbeat:
         self._begun = self._heard = 0  # reports, by number: the last that was made, and that got through
         self._failures = 0
         self._remind_s = remind_s
+        self._clock = clock or PlannerClock()
+        self._skewed = False
         self._refusal: tuple[str, float] | None = None  # the last that was logged, and when
         self._instance_id = instance_id
         self._log = logger("rfork.heartbeat")
@@ -149,6 +155,22 @@ class Heartbeat:
         # Jitter keeps a fleet from knocking in step on a planner that comes back.
         return pause_s * random.uniform(0.5, 1.0)
 
+    def _compare_clocks(self, ack: InstanceAck, sent_at: float) -> None:
+        if ack.unix_s is None:
+            return
+        self._clock.learn(ack.unix_s, sent_at, time.monotonic())
+        skew_s = self._clock.skew_s or 0.0
+        skewed = abs(skew_s) > MAX_SKEW_S
+        if skewed and not self._skewed:
+            self._log.warning(
+                "clock differs from the planner's",
+                ahead_s=round(skew_s, 1),
+                hint="synchronise the clocks (NTP); leases are judged by the planner's time meanwhile",
+            )
+        elif self._skewed and not skewed:
+            self._log.info("clock agrees with the planner's again")
+        self._skewed = skewed
+
     def _log_refusal(self, error: PlannerRefused) -> None:
         """Log a refusal when it begins, when its cause changes and every `remind_s` while it lasts."""
         now = time.monotonic()
@@ -173,7 +195,9 @@ class Heartbeat:
                 number = self._begun
             report = self._report()
             self._instance_id = report.instance_id
+            sent_at = time.monotonic()
             ack = self._client.report(report)
+            self._compare_clocks(ack, sent_at)
         except RforkError as error:
             if self._stopping.is_set():
                 return  # nobody waits for this report any more

@@ -58,7 +58,13 @@ class Seed(Answering):
         self._peer: PeerService | None = None
         self._planner = planner
         self._heartbeat = (
-            Heartbeat(planner, self.report, self._on_ack, instance_id=identity.instance_id)
+            Heartbeat(
+                planner,
+                self.report,
+                self._on_ack,
+                instance_id=identity.instance_id,
+                clock=self._planner_clock,
+            )
             if planner is not None
             else None
         )
@@ -204,6 +210,7 @@ class Seed(Answering):
             weight=self.settings.weight,
             egress_rate=self._governor.held,
             readers=self._leases.readers,
+            clock_skew_s=self._planner_clock.skew_s,
         )
 
     def _on_ack(self, ack: InstanceAck) -> None:

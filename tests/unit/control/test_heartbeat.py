@@ -11,6 +11,7 @@ import pytest
 
 from rfork.control.client import PlannerClient
 from rfork.control.heartbeat import Heartbeat
+from rfork.control.planner_clock import MAX_SKEW_S, PlannerClock
 from rfork.control.token_file import TokenFile
 from rfork.errors import SettingsError
 from rfork.wire import InstanceAck, InstanceReport, Placement
@@ -263,3 +264,18 @@ def test_a_refusal_that_lasts_is_logged_again_and_again(events: Callable[[], lis
         assert door.refused.acquire(timeout=WAIT_S)
     heartbeat.stop(remove=False)
     assert events().count("planner refuses this instance: no fork can find it") >= 2
+
+
+def test_a_clock_that_differs_from_the_planners_is_logged_once(events: Callable[[], list[str]]) -> None:
+    """However many reports are acknowledged meanwhile."""
+    ack = {"heartbeat_s": 3600.0, "lease_keys": [], "unix_s": 1.0}
+    client = PlannerClient("http://p", transport=httpx.MockTransport(lambda _: httpx.Response(200, json=ack)))
+    clock = PlannerClock()
+    heartbeat = Heartbeat(client, lambda: REPORT, lambda _: None, least_gap_s=0.0, clock=clock)
+    heartbeat.start()
+    assert heartbeat.wait_heard(WAIT_S)
+    assert heartbeat.wait_heard(WAIT_S)
+    heartbeat.stop(remove=False)
+    assert ["clock differs from the planner's"] == events()
+    assert clock.skew_s is not None
+    assert clock.skew_s > MAX_SKEW_S

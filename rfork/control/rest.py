@@ -5,7 +5,6 @@ Runs inside an inference instance: synchronous, thread-safe, one connection pool
 
 from __future__ import annotations
 
-import ssl
 import threading
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from rfork.control.deadline_transport import DEADLINE, DeadlineTransport, untrus
 from rfork.control.token_file import TokenFile
 from rfork.errors import PlannerRefused, PlannerUnreachable, SettingsError
 from rfork.settings import TlsSettings
+from rfork.tls_files import CurrentContext, client_context
 from rfork.tracing import carrier
 from rfork.wire import Problem
 
@@ -176,7 +176,7 @@ class RestClient:
         else:
             reason = str(error) or type(error).__name__
         message = f"planner {self.url} cannot be reached: {reason}"
-        hint = "start it (`rfork planner`), or correct RFORK_PLANNER"
+        hint = _tls_hint(reason) or "start it (`rfork planner`), or correct RFORK_PLANNER"
         return PlannerUnreachable(message, hint=hint, silent=isinstance(error, httpx.ReadTimeout))
 
     def not_a_planner(self, method: str, path: str, status: int, reason: str) -> PlannerRefused:
@@ -261,6 +261,17 @@ def _retry_after(response: httpx.Response) -> float | None:
     return float(shown) if shown.isascii() and shown.isdigit() else None
 
 
+def _tls_hint(reason: str) -> str:
+    """Return what to do about a handshake that failed over a certificate; empty for other reasons."""
+    if "certificate has expired" in reason:
+        return "renew the planner's certificate (its RFORK_TLS_CERTIFICATE), or set this host's clock"
+    if "ALERT_CERTIFICATE_EXPIRED" in reason.upper().replace(" ", "_"):
+        return "renew the certificate of this process (RFORK_TLS_CERTIFICATE), or set the planner's clock"
+    if "CERTIFICATE_VERIFY_FAILED" in reason:
+        return "set RFORK_TLS_CA to the authority of its certificate, and RFORK_PLANNER to a name in that"
+    return ""
+
+
 def _bad_url(url: str, reason: str) -> SettingsError:
     return SettingsError(f"planner URL {url!r} cannot be used: {reason}", hint="e.g. http://127.0.0.1:8700")
 
@@ -268,16 +279,8 @@ def _bad_url(url: str, reason: str) -> SettingsError:
 def _transport(scheme: str, tls: TlsSettings | None) -> DeadlineTransport:
     if scheme != "https":  # to read this machine's authorities takes 20 ms
         return DeadlineTransport(untrusting_context)
-    context = _ssl_context(tls)
-    return DeadlineTransport(lambda: context)
-
-
-def _ssl_context(tls: TlsSettings | None) -> ssl.SSLContext:
-    """Trust `tls.ca` (else this machine's authorities) and show `tls.certificate` if there is one."""
     try:
-        context = ssl.create_default_context(cafile=tls.ca if tls else None)
-        if tls and tls.certificate and tls.key:
-            context.load_cert_chain(tls.certificate, tls.key)
-    except (OSError, ssl.SSLError) as error:
+        # Made at each connection, if the files have changed.
+        return DeadlineTransport(CurrentContext(tls or TlsSettings(), client_context))
+    except SettingsError as error:
         raise SettingsError(f"the TLS files of the planner client cannot be used: {error}") from error
-    return context

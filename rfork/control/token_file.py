@@ -9,6 +9,7 @@ from typing import Final
 
 from rfork.errors import SettingsError
 from rfork.logs import logger
+from rfork.tls_files import file_version
 
 TOKEN: Final = re.compile("[!-~]+")
 """Visible ASCII: all that can stand in a header."""
@@ -54,15 +55,6 @@ class TokenFile:
         if token != self._token:
             self._token = token
             log.info("token file read again", file=str(self._path))
-
-
-def file_version(path: Path) -> tuple[int, ...] | None:
-    """Return what changes whenever the file does; None where there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _read(path: Path) -> str:

@@ -17,9 +17,9 @@ from rfork.peer.base import Progress
 from rfork.peer.lines import LARGEST_MESSAGE, End
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
 from rfork.settings import TlsSettings
+from rfork.tls_files import client_context
 from rfork.tracing import carrier
 from rfork.transport.base import CONNECT_S, Endpoint, Line, TokenSource
-from rfork.transport.tls import client_context
 
 Answer = TypeVar("Answer")
 

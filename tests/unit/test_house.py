@@ -22,7 +22,20 @@ GENERATED = {
 """Folders of generated code, and what `make proto` makes it of."""
 
 # Which rooms of `rfork` each room may import from. Every arrow points down this list.
-FOUNDATION = {"errors", "settings", "fields", "wire", "logs", "signals", "niceness", "commands", "tracing"}
+FOUNDATION = {
+    "errors",
+    "settings",
+    "fields",
+    "wire",
+    "logs",
+    "signals",
+    "niceness",
+    "commands",
+    "tracing",
+    "certificate",
+    "tls_files",
+    "grpc_credentials",
+}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "fields": set(),
@@ -33,6 +46,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "settings": {"errors", "fields"},
     "tracing": {"errors", "settings", "logs"},
     "commands": {"errors"},
+    "certificate": set(),
+    "tls_files": {"certificate", "errors", "logs", "settings"},
+    "grpc_credentials": {"errors", "logs", "settings"},
     "image": FOUNDATION,
     "transport": FOUNDATION | {"image"},
     "storage": FOUNDATION | {"image", "transport"},
@@ -51,9 +67,12 @@ PLANNER_MAY_IMPORT = {
     "rfork.control.lease",
     "rfork.errors",
     "rfork.fields",
+    "rfork.certificate",
+    "rfork.grpc_credentials",
     "rfork.image.ranges",
     "rfork.logs",
     "rfork.settings",
+    "rfork.tls_files",
     "rfork.tracing",
     "rfork.wire",
 }

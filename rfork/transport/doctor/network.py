@@ -9,11 +9,11 @@ from email.utils import parsedate_to_datetime
 
 import httpx
 
+from rfork.certificate import authority_expires_at, expires_at
 from rfork.errors import SettingsError
 from rfork.settings import LOOPBACK, Settings, TlsSettings
-from rfork.transport.certificate import authority_expires_at, expires_at
+from rfork.tls_files import client_context, server_context
 from rfork.transport.doctor.check import Check
-from rfork.transport.tls import client_context, server_context
 
 MOST_CLOCK_SKEW_S = 5.0
 SOON_DAYS = 14

@@ -70,7 +70,8 @@ class PeerServer:
         return host_port(self._settings.reachable_at, self._port)
 
     def start(self) -> None:
-        """Listen; raises PortInUse."""
+        """Listen. Raises PortInUse, or SettingsError where no address is known that others could be told."""
+        _ = self.address
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, StringConstraints, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from rfork.errors import SettingsError
 from rfork.fields import Label, ModelName
-from rfork.settings.addresses import own_address
+from rfork.settings.addresses import WILDCARDS, is_loopback, own_address
 from rfork.settings.loading import load
 from rfork.settings.node import node_name
 from rfork.settings.tls import TlsSettings
@@ -190,9 +191,26 @@ class Settings(BaseSettings):
 
     @property
     def reachable_at(self) -> str:
-        """The address that others are told."""
+        """The address that others are told.
+
+        Raises SettingsError where that would be loopback, though the planner is on another host.
+        """
         if self.advertise:
             return self.advertise
-        if self.bind in ("0.0.0.0", "::"):
-            return own_address()
-        return self.bind
+        if self.bind not in WILDCARDS:
+            return self.bind
+        address = own_address(self.bind)
+        if is_loopback(address) and self._planner_is_remote:
+            raise SettingsError(
+                f"RFORK_BIND is {self.bind}, and no address is known that others reach this host at",
+                hint="set RFORK_ADVERTISE to one, or RFORK_BIND to :: where the host has IPv6 only",
+            )
+        return address
+
+    @property
+    def _planner_is_remote(self) -> bool:
+        try:
+            host = urlsplit(self.planner or "").hostname
+        except ValueError:
+            host = None
+        return host is not None and not is_loopback(host)

@@ -151,7 +151,7 @@ def serve_current(context: ssl.SSLContext, current: CurrentContext) -> ssl.SSLCo
         # At this time of the handshake neither certificate nor authorities have been used yet.
         connection.context = current()
 
-    context.sni_callback = choose  # type: ignore[assignment]
+    context.sni_callback = choose
     return context
 
 

@@ -192,7 +192,7 @@ class RestClient:
         """Whether the token file holds another token by now than the one that was refused."""
         if self._token_file is None:
             return False
-        return refused.headers.get("Authorization") != f"Bearer {self._token_file.reread()}"
+        return f"Bearer {self._token_file.reread()}" != str(refused.headers.get("Authorization"))
 
     def _request(
         self, method: str, path: str, body: BaseModel | None, query: Query | None, deadline: float

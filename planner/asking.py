@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 from planner.blame import Verdict, judge
 from planner.metrics import Metrics
@@ -14,6 +15,11 @@ from rfork.logs import logger
 from rfork.settings import PlannerSettings
 from rfork.tracing import TraceContext
 from rfork.wire import ForkFinish, ForkRequest, InstanceReport, StorageRead
+
+UNCONFIRMED: Final = (
+    "it reports that it holds no lease keys: it cannot read the planner's answers (another version?)"
+)
+"""Why a seed gets no readers that would refuse every one of them."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,21 @@ class Asking:
         now, old = self._store.now(), self._store.state.instance(report.instance_id)
         if old is None:
             return InstanceRecord(report, seen_at=now, forget_s=self._settings.forget_s, since=now)
-        served = now >= old.quarantined_until
+        unconfirmed = (
+            report.state == "serving"
+            and not report.has_lease_keys
+            and now - old.since >= 2 * self._settings.heartbeat_s
+        )
+        if unconfirmed:
+            return replace(
+                old,
+                report=report,
+                seen_at=now,
+                missing=False,
+                quarantined_until=now + self._settings.forget_s,
+                quarantine=UNCONFIRMED,
+            )
+        served = now >= old.quarantined_until or old.quarantine == UNCONFIRMED
         return replace(
             old,
             report=report,

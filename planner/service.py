@@ -16,7 +16,9 @@ import uvicorn
 from planner.app import create_app
 from planner.hooks.beside import HooksBeside, hooks_beside
 from planner.listening import KEEP_ALIVE_S, SHUTDOWN_S, address_of, listen
+from rfork import __version__
 from rfork.errors import SettingsError
+from rfork.fields import VERSION_HEADER
 from rfork.logs import logger
 from rfork.settings import LOOPBACK, PlannerSettings
 from rfork.tls_files import server_context
@@ -125,6 +127,7 @@ def _server(
         ws="none",
         # Or a caller on this host could name any address as its own.
         proxy_headers=False,
+        headers=[(VERSION_HEADER, __version__)],
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_S,
     )

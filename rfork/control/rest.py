@@ -13,9 +13,11 @@ from typing import Final, TypeVar
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from rfork import __version__
 from rfork.control.deadline_transport import DEADLINE, DeadlineTransport, untrusting_context
 from rfork.control.token_file import TokenFile
 from rfork.errors import PlannerRefused, PlannerUnreachable, SettingsError
+from rfork.fields import VERSION_HEADER
 from rfork.settings import TlsSettings
 from rfork.tls_files import CurrentContext, client_context
 from rfork.tracing import carrier
@@ -26,6 +28,8 @@ Answer = TypeVar("Answer")
 DEAD_CONNECTION: Final = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError, httpx.CloseError)
 BUSY: Final = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 """Statuses after which the same request may be answered a little later."""
+KEPT: Final = ("retry-after", VERSION_HEADER.lower())
+"""Headers of an answer that are looked at."""
 REJECTED: Final = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
 """Statuses of a token that the planner does not accept (yet, or any more)."""
 MAX_ANSWER_BYTES: Final = 32 << 20
@@ -89,7 +93,10 @@ class RestClient:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "body"
-            raise self.not_a_planner(method, path, response.status_code, f"{where}: {first['msg']}") from None
+            reason = f"{where}: {first['msg']}"
+            raise self.not_a_planner(
+                method, path, response.status_code, reason, _skew_hint(response)
+            ) from None
 
     def call(
         self,
@@ -155,12 +162,16 @@ class RestClient:
         try:
             problem = Problem.model_validate_json(response.content)
         except ValidationError:
-            return self.not_a_planner(method, path, response.status_code, "not a problem document")
+            return self.not_a_planner(
+                method, path, response.status_code, "not a problem document", _skew_hint(response)
+            )
         hint, wait_s = "", _retry_after(response)
         if response.status_code in REJECTED:
             hint = "set RFORK_TOKEN, or the file RFORK_TOKEN_FILE, to one of the planner's tokens"
         elif wait_s is not None:
             hint = f"ask again in {wait_s:g} s"
+        elif response.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
+            hint = _skew_hint(response)
         return PlannerRefused(
             f"planner {self.url} refused {method} {path}: {problem.detail}",
             status=response.status_code,
@@ -179,13 +190,15 @@ class RestClient:
         hint = _tls_hint(reason) or "start it (`rfork planner`), or correct RFORK_PLANNER"
         return PlannerUnreachable(message, hint=hint, silent=isinstance(error, httpx.ReadTimeout))
 
-    def not_a_planner(self, method: str, path: str, status: int, reason: str) -> PlannerRefused:
+    def not_a_planner(
+        self, method: str, path: str, status: int, reason: str, hint: str = ""
+    ) -> PlannerRefused:
         """The error of an answer that no planner gives."""
         return PlannerRefused(
             f"{self.url} gave no planner's answer to {method} {path} (status {status}): {reason}",
             status=status,
             problem="not-a-planner",
-            hint="check that RFORK_PLANNER names an rfork planner of this release",
+            hint=hint or "check that RFORK_PLANNER names an rfork planner of this release",
         )
 
     def _has_new_token(self, refused: httpx.Request) -> bool:
@@ -239,7 +252,7 @@ class RestClient:
                     raise httpx.ReadTimeout("the answer trickled in too slowly", request=request)
         finally:
             response.close()
-        kept = {name: value for name, value in response.headers.items() if name == "retry-after"}
+        kept = {name: value for name, value in response.headers.items() if name in KEPT}
         return httpx.Response(response.status_code, headers=kept, content=bytes(content), request=request)
 
     def _check_plain(self, request: httpx.Request, response: httpx.Response) -> None:
@@ -259,6 +272,14 @@ def _retry_after(response: httpx.Response) -> float | None:
     shown = response.headers.get("Retry-After", "")
     # A date, its other form, is never sent by a planner.
     return float(shown) if shown.isascii() and shown.isdigit() else None
+
+
+def _skew_hint(response: httpx.Response) -> str:
+    """Return what to do where the two sides run different releases; empty where they do not."""
+    theirs = response.headers.get(VERSION_HEADER)
+    if theirs in (None, __version__):
+        return ""
+    return f"here is rfork {__version__}, the planner is {theirs[:40]}: upgrade the planner, then instances"
 
 
 def _tls_hint(reason: str) -> str:

@@ -210,6 +210,7 @@ class Seed(Answering):
             weight=self.settings.weight,
             egress_rate=self._governor.held,
             readers=self._leases.readers,
+            has_lease_keys=self._leases.has_keys,
             clock_skew_s=self._planner_clock.skew_s,
         )
 

@@ -20,6 +20,10 @@ from rfork.wire import ForkFinish, ForkRequest, InstanceReport, StorageRead
 
 ATTEMPTS: Final = 20
 """How often a version is chosen again because another replica of the planner chose one at the same time."""
+UNCONFIRMED: Final = (
+    "it reports that it holds no lease keys: it cannot read the planner's answers (another version?)"
+)
+"""Why a seed gets no readers that would refuse every one of them."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +80,22 @@ class Asking:
                 since=now,
                 resolved_version=_version_by_content(report),
             )
-        served = now >= old.quarantined_until
-        return replace(
+        record = replace(
             old,
             report=report,
             seen_at=now,
             missing=False,
             resolved_version=_version_by_content(report) or old.resolved_version,
-            quarantined_until=0.0 if served else old.quarantined_until,
-            quarantine="" if served else old.quarantine,
         )
+        if (
+            report.state == "serving"
+            and not report.has_lease_keys
+            and now - old.since >= 2 * self._settings.heartbeat_s
+        ):
+            until = now + self._settings.forget_s
+            return replace(record, quarantined_until=until, quarantine=UNCONFIRMED)
+        served = now >= old.quarantined_until or old.quarantine == UNCONFIRMED
+        return replace(record, quarantined_until=0.0, quarantine="") if served else record
 
     def log_new(self, report: InstanceReport) -> None:
         """An instance is new, or in another state than it was."""

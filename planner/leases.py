@@ -54,6 +54,11 @@ class LeaseMint:
         self._clock = clock
         self._keys = lru_cache(INSTANCES_KEPT)(self._derive)
 
+    @property
+    def unix_s(self) -> float:
+        """The time by which leases end, in seconds since the epoch."""
+        return self._clock.unix()
+
     def keys_of(self, instance_id: str) -> tuple[str, ...]:
         """The keys (base64url, the newest first) that the instance checks tokens with."""
         return self._keys(instance_id).told

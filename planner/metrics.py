@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Final, get_args
 
 from prometheus_client import (
@@ -20,6 +21,7 @@ from prometheus_client import (
 from planner.durations import Origin, origin_of
 from planner.store.records import ForkRecord, InstanceRecord
 from rfork import errors
+from rfork.certificate import not_after
 from rfork.fields import ON_KERNELS, InstanceState, Outcome, SourceKind, StorageKind
 from rfork.settings import TransportName
 from rfork.wire import ForkFinish, SourceFault, source_kind
@@ -118,6 +120,10 @@ class Metrics:
             buckets=EFFICIENCY,
             registry=self.registry,
         )
+        self._certificate = self._gauge(
+            "certificate_not_after_seconds",
+            "When the planner's certificate ends, in seconds since the epoch; 0: it has none",
+        )
         self._show_zeros()
 
     def planned(self, together: int) -> None:
@@ -127,6 +133,10 @@ class Metrics:
     def follow(self, scaling: Callable[[], tuple[int, int]]) -> None:
         """Ask `scaling` for the scale-ups under way, and how many replicas they expect."""
         self._scaling = scaling
+
+    def follow_certificate(self, certificate: Path) -> None:
+        """Show when the planner's certificate ends, as its file says at each scrape; 0: it says nothing."""
+        self._certificate.set_function(lambda: _end_of(certificate))
 
     def gathered(self, whole: bool) -> None:
         """A batch of a scale-up waits no longer."""
@@ -234,6 +244,13 @@ class Metrics:
 
     def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
         return Gauge(f"rfork_planner_{name}", what, labels, registry=self.registry)
+
+
+def _end_of(certificate: Path) -> float:
+    try:
+        return not_after(certificate)
+    except (OSError, ValueError):
+        return 0.0
 
 
 def _error_kind(reason: str) -> str:

@@ -96,7 +96,9 @@ class Registry:
         if old is None or old.report.state != report.state:
             self._asking.log_new(report)
         return InstanceAck(
-            heartbeat_s=self._settings.heartbeat_s, lease_keys=self._mint.keys_of(report.instance_id)
+            heartbeat_s=self._settings.heartbeat_s,
+            lease_keys=self._mint.keys_of(report.instance_id),
+            unix_s=self._mint.unix_s,
         )
 
     async def drain(self, instance_id: str, *, force: bool = False) -> InstanceRecord:

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import signal
 import socket
-import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -17,9 +16,12 @@ import uvicorn
 from planner.app import create_app
 from planner.hooks.beside import HooksBeside, hooks_beside
 from planner.listening import KEEP_ALIVE_S, SHUTDOWN_S, address_of, listen
+from rfork import __version__
 from rfork.errors import SettingsError
+from rfork.fields import VERSION_HEADER
 from rfork.logs import logger
 from rfork.settings import LOOPBACK, PlannerSettings
+from rfork.tls_files import server_context
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -125,17 +127,17 @@ def _server(
         ws="none",
         # Or a caller on this host could name any address as its own.
         proxy_headers=False,
+        headers=[(VERSION_HEADER, __version__)],
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_S,
-        ssl_certfile=tls.certificate,
-        ssl_keyfile=tls.key,
-        ssl_ca_certs=str(tls.ca) if tls.serves and tls.ca else None,
-        ssl_cert_reqs=ssl.CERT_REQUIRED if tls.serves and tls.ca else ssl.CERT_NONE,
     )
+    config.load()
     try:
-        config.load()  # reads the TLS files
-    except (OSError, ssl.SSLError) as error:
+        config.ssl = server_context(tls)
+    except SettingsError as error:
         raise SettingsError(f"the planner's TLS files cannot be used: {error}") from error
+    if tls.certificate is not None:
+        app.metrics.follow_certificate(tls.certificate)
     if settings.bind not in LOOPBACK and settings.token is None and settings.tokens is None:
         log.warning(
             "THE PLANNER IS OPEN: anyone who reaches it can get leases on the weights",

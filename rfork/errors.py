@@ -25,6 +25,7 @@
     ├── NetworkError               fault: network  exit 5
     │   ├── PlannerUnreachable     the planner did not answer
     │   ├── PlannerRefused         the planner answered with a problem (RFC 9457)
+    │   ├── SourceUnreachable      no packet of a source arrives; it may be well, and others may reach it
     │   └── TransportUnusable      a transport cannot work here, or between these two; the next one is taken
     │       ├── NotOneHost         memory cannot be shared: two hosts, or namespaces that part two containers
     │       ├── NoPeerAccess       a GPU cannot address the other one's memory
@@ -196,6 +197,17 @@ class PlannerRefused(NetworkError):
         super().__init__(message, hint=hint)
         self.status = status
         self.problem = problem
+
+
+class SourceUnreachable(NetworkError):
+    """No packet of a source arrives. It may be well, and others may reach it: it is not to blame."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            message,
+            hint="a firewall or network policy drops packets between the two, or large packets are lost:"
+            " compare the MTU of both ends (`ip link`, `ping -M do -s 1472 HOST`)",
+        )
 
 
 class TransportUnusable(NetworkError):

@@ -94,3 +94,6 @@ ForkState = Literal["planning", "running", "finished", "failed"]
 Outcome = Literal["forked", "fallback", "failed", "interrupted"]
 SourceKind = Literal["peer", "snapshot", "checkpoint", "loader"]
 StorageKind = Literal["snapshot", "checkpoint", "loader"]
+
+VERSION_HEADER = "Rfork-Version"
+"""Header of each answer of the planner: the release of rfork that it runs."""

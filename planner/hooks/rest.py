@@ -66,7 +66,7 @@ class RestFleet:
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise _bad_url(self.url, "it does not begin with http:// or https:// and a host")
         headers = {"Accept": "application/json"}
-        if settings.token is not None and (token := settings.token.get_secret_value()):
+        if token := settings.bearer:
             headers["Authorization"] = f"Bearer {token}"
         try:
             self._http = httpx.AsyncClient(

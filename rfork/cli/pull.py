@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -24,7 +25,7 @@ from rfork.cli.options import (
     model_name,
 )
 from rfork.cli.progress import Bar, sources_note
-from rfork.errors import ModelError, SettingsError, StorageError
+from rfork.errors import ModelError, SettingsError, StorageError, StorageFull
 from rfork.image import ranges
 from rfork.image.chunks import Chunks
 from rfork.settings import Settings
@@ -33,6 +34,9 @@ from rfork.wire import ForkProgress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a file system without room."""
 
 
 def pull(
@@ -165,5 +169,20 @@ def _write(module: PreTrainedModel, folder: Path, output: Path) -> None:
         module.save_pretrained(output)
         if (folder / "tokenizer_config.json").is_file():
             tokenizer_of(folder).save_pretrained(output)
-    except OSError as error:
-        raise StorageError(f"{output}: {error.strerror or error}") from None
+    except Exception as error:
+        from safetensors import SafetensorError
+
+        if not isinstance(error, OSError | SafetensorError):
+            raise
+        raise _not_written(output, error) from None
+
+
+def _not_written(output: Path, error: Exception) -> StorageError:
+    """The error of a copy that could not be written; safetensors names the system's error by text alone."""
+    number = error.errno if isinstance(error, OSError) else None
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    if number in FULL or any(f"(os error {full})" in text for full in FULL):
+        return StorageFull(
+            f"{output}: no space left for the copy", hint="free some, or name another folder with --output"
+        )
+    return StorageError(f"{output}: {text}")

@@ -16,6 +16,7 @@ from rfork.cli.fleet import Fleet
 from rfork.cli.options import JsonOption, PlannerOption
 from rfork.cli.tables import Column, Fitting
 from rfork.control.client import PlannerClient
+from rfork.control.planner_clock import MAX_SKEW_S
 from rfork.image import ranges
 from rfork.settings import Settings
 from rfork.wire import ForkView, InstanceView, ModelView
@@ -136,6 +137,10 @@ def _line(view: InstanceView, latest: Mapping[str, ForkView]) -> str:
     if fork is not None and fork.finish is not None:
         # How it ended says little without what went wrong before.
         reason = "".join(f"\n[dim]{escaped(line)}[/]" for line in fork.finish.reasons[-MOST_REASONS:])
+    skew_s = report.clock_skew_s or 0.0
+    if abs(skew_s) > MAX_SKEW_S:
+        side = "ahead of" if skew_s > 0 else "behind"
+        trouble += f"\n[yellow]clock {abs(skew_s):.0f} s {side} the planner's: synchronise it (NTP)[/]"
     readers = units.plural(len(report.readers), "reader")
     return (
         f"[{colour}]{word}[/] {report.instance_id} {escaped(report.model)} "

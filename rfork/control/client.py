@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from rfork.control.events import SILENCE_S, EventStream
 from rfork.control.rest import RestClient
+from rfork.control.token_file import TokenFile
 from rfork.errors import PlannerRefused, SettingsError
 from rfork.fields import ForkState, InstanceState
 from rfork.settings import Settings, TlsSettings
@@ -61,15 +62,17 @@ class PlannerClient:
 
     Every method raises PlannerUnreachable when the planner does not answer within `timeout_s`, and
     PlannerRefused when it answers with a problem document or with something that is not an answer. `report`
-    and `ask` wait once, within `timeout_s`, where the planner says that it is busy for so long.
-    The constructor raises SettingsError for a URL or TLS files that cannot be used; it connects to nothing.
+    and `ask` wait once, within `timeout_s`, where the planner says that it is busy for so long. A `deadline`
+    (`time.monotonic()` value) bounds a call further; both hold however slowly, and whatever, the other side
+    sends. An answer of more than 32 MiB is refused.
+    The constructor raises SettingsError for a URL or files that cannot be used; it connects to nothing.
     """
 
     def __init__(
         self,
         url: str,
         *,
-        token: str | None = None,
+        token: str | TokenFile | None = None,
         tls: TlsSettings | None = None,
         timeout_s: float = 5.0,
         transport: httpx.BaseTransport | None = None,
@@ -84,7 +87,11 @@ class PlannerClient:
         """A client of the planner that the settings name. Raises SettingsError where they name none."""
         if settings.planner is None:
             raise SettingsError("no planner is set", hint="pass --planner URL or set RFORK_PLANNER")
-        token = settings.token.get_secret_value() if settings.token is not None else None
+        token: str | TokenFile | None = None
+        if settings.token_file is not None:
+            token = TokenFile(settings.token_file)
+        elif settings.token is not None:
+            token = settings.token.get_secret_value()
         return cls(settings.planner, token=token, tls=settings.tls, timeout_s=settings.planner_timeout_s)
 
     # -- instances --------------------------------------------------------------------------------
@@ -105,9 +112,9 @@ class PlannerClient:
         """Whether the instance may end now; one that the planner does not know may."""
         return self._rest.parsed(EXIT, "GET", f"{_instance(instance_id)}/exit")
 
-    def remove(self, instance_id: str) -> None:
+    def remove(self, instance_id: str, *, deadline: float | None = None) -> None:
         """Forget the instance; one that is not known is no error."""
-        self._rest.call("DELETE", _instance(instance_id))
+        self._rest.call("DELETE", _instance(instance_id), deadline=deadline)
 
     def instance(self, instance_id: str) -> InstanceView:
         """One instance; PlannerRefused with problem `unknown-instance` where there is none."""
@@ -151,9 +158,9 @@ class PlannerClient:
 
     # -- forks ------------------------------------------------------------------------------------
 
-    def ask(self, request: ForkRequest) -> Plan:
+    def ask(self, request: ForkRequest, *, deadline: float | None = None) -> Plan:
         """Ask for a plan, or for a new one under the same fork_id."""
-        return self._rest.parsed(PLAN, "POST", "/v1/forks", request, patient=True)
+        return self._rest.parsed(PLAN, "POST", "/v1/forks", request, patient=True, deadline=deadline)
 
     def progress(self, fork_id: str, progress: ForkProgress) -> ProgressAck:
         """Report progress and get the leases of the current routes renewed.
@@ -162,9 +169,9 @@ class PlannerClient:
         """
         return self._rest.parsed(PROGRESS_ACK, "POST", f"{_fork(fork_id)}/progress", progress)
 
-    def finish(self, fork_id: str, finish: ForkFinish) -> None:
+    def finish(self, fork_id: str, finish: ForkFinish, *, deadline: float | None = None) -> None:
         """Report how a fork ended; its leases are released."""
-        self._rest.call("POST", f"{_fork(fork_id)}/finish", finish)
+        self._rest.call("POST", f"{_fork(fork_id)}/finish", finish, deadline=deadline)
 
     def fork(self, fork_id: str) -> ForkView:
         """One fork; PlannerRefused with problem `unknown-fork` where there is none."""

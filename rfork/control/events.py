@@ -16,10 +16,14 @@ import httpx
 from pydantic import ValidationError
 
 from rfork.control.rest import RestClient
+from rfork.errors import PlannerRefused
 from rfork.wire import ForkEvent
 
+TOO_LARGE: Final = "an event of more than 4 MiB"
 SILENCE_S: Final = 20.0
 """A stream that says nothing for so long is broken: the planner sends a comment every 5 s."""
+MAX_EVENT_BYTES: Final = 4 << 20
+"""Several times the largest event, which holds one fork."""
 
 
 class EventStream(Iterator[ForkEvent]):
@@ -38,12 +42,15 @@ class EventStream(Iterator[ForkEvent]):
 
     def __next__(self) -> ForkEvent:
         data: list[str] = []
+        size = 0
         with self._reading:
             for line in self._lines:
                 if self._closed:
                     break
                 if line.startswith("data:"):
                     data.append(line[5:].removeprefix(" "))
+                    if (size := size + len(line)) > MAX_EVENT_BYTES:
+                        raise self._unusable(TOO_LARGE)
                 elif not line and data:
                     return self._event("\n".join(data))
             self._response.close()
@@ -71,8 +78,13 @@ class EventStream(Iterator[ForkEvent]):
         self.close()
 
     def _read(self) -> Iterator[str]:
+        rest = b""
         try:
-            yield from self._response.iter_lines()
+            for piece in self._response.iter_bytes():
+                *lines, rest = (rest + piece).split(b"\n")
+                yield from (line.decode("utf-8", "replace").removesuffix("\r") for line in lines)
+                if len(rest) > MAX_EVENT_BYTES:
+                    raise self._unusable(TOO_LARGE)
         except httpx.StreamError:  # closed in between
             return
         except httpx.RequestError as error:
@@ -84,7 +96,10 @@ class EventStream(Iterator[ForkEvent]):
         try:
             return ForkEvent.model_validate_json(data)
         except ValidationError as error:
-            self._response.close()
-            reason = str(error.errors()[0]["msg"])
-            path, status = self._response.request.url.path, self._response.status_code
-            raise self._rest.not_a_planner("GET", path, status, reason) from None
+            raise self._unusable(str(error.errors()[0]["msg"])) from None
+
+    def _unusable(self, reason: str) -> PlannerRefused:
+        """Close the stream; returns the error of an event that no planner sends."""
+        self._response.close()
+        path, status = self._response.request.url.path, self._response.status_code
+        return self._rest.not_a_planner("GET", path, status, reason)

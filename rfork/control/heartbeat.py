@@ -14,7 +14,9 @@ from collections.abc import Callable
 from typing import Final
 
 from rfork.control.client import PlannerClient
-from rfork.errors import NetworkError, RforkError
+from rfork.control.planner_clock import MAX_SKEW_S, PlannerClock
+from rfork.control.rest import BUSY
+from rfork.errors import NetworkError, PlannerRefused, RforkError
 from rfork.logs import logger
 from rfork.wire import InstanceAck, InstanceReport
 
@@ -22,6 +24,9 @@ FIRST_RETRY_S: Final = 0.25
 DEFAULT_INTERVAL_S: Final = 5.0
 LEAST_GAP_S: Final = 0.1
 MARGIN: Final = 0.8
+REMIND_S: Final = 60.0
+STOP_S: Final = 1.0
+"""Time for the last calls of an instance that ends: the planner forgets a silent one by itself."""
 
 
 class Heartbeat:
@@ -41,8 +46,14 @@ class Heartbeat:
         instance_id: str | None = None,
         retry_s: float = FIRST_RETRY_S,
         least_gap_s: float = LEAST_GAP_S,
+        remind_s: float = REMIND_S,
+        clock: PlannerClock | None = None,
     ) -> None:
-        """`instance_id`: of whom the planner may know before the first report, as a fork's own request."""
+        """`instance_id`: of whom the planner may know before the first report, as a fork's own request.
+
+        `remind_s`: how often a refusal that lasts is logged. `clock` learns the planner's time from each
+        acknowledgement.
+        """
         self._client = client
         self._report = report
         self._on_ack = on_ack
@@ -56,6 +67,10 @@ class Heartbeat:
         self._changed = threading.Condition()
         self._begun = self._heard = 0  # reports, by number: the last that was made, and that got through
         self._failures = 0
+        self._remind_s = remind_s
+        self._clock = clock or PlannerClock()
+        self._skewed = False
+        self._refusal: tuple[str, float] | None = None  # the last that was logged, and when
         self._instance_id = instance_id
         self._log = logger("rfork.heartbeat")
         self._thread = threading.Thread(target=self._run, name="rfork-heartbeat", daemon=True)
@@ -89,21 +104,23 @@ class Heartbeat:
             self._changed.wait_for(lambda: self._failures or self._heard >= wanted, timeout_s)
             return self._heard >= wanted
 
-    def stop(self, *, remove: bool) -> None:
+    def stop(self, *, remove: bool, within_s: float = STOP_S) -> None:
         """End the thread and, with `remove`, have the planner forget this instance. Safe to call twice.
 
-        Waits for a report under way, which the client's timeout bounds; a planner that is away is logged.
+        Takes `within_s` seconds at most: a report in progress gets half of them, and is then left to the
+        client, which ends it when it is closed. A planner that cannot be reached is logged.
         """
+        deadline = time.monotonic() + within_s
         first = not self._stopping.is_set()
         self._stopping.set()
         self._hurry.set()
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(within_s / 2)
         if not (first and remove and self._instance_id and self._thread.ident is not None):
             return
         try:
-            self._client.remove(self._instance_id)
+            self._client.remove(self._instance_id, deadline=deadline)
         except NetworkError as error:
             # The planner forgets a silent instance by itself.
             self._log.warning("instance not removed", instance_id=self._instance_id, reason=str(error))
@@ -138,6 +155,39 @@ class Heartbeat:
         # Jitter keeps a fleet from knocking in step on a planner that comes back.
         return pause_s * random.uniform(0.5, 1.0)
 
+    def _compare_clocks(self, ack: InstanceAck, sent_at: float) -> None:
+        if ack.unix_s is None:
+            return
+        self._clock.learn(ack.unix_s, sent_at, time.monotonic())
+        skew_s = self._clock.skew_s or 0.0
+        skewed = abs(skew_s) > MAX_SKEW_S
+        if skewed and not self._skewed:
+            self._log.warning(
+                "clock differs from the planner's",
+                ahead_s=round(skew_s, 1),
+                hint="synchronise the clocks (NTP); leases are judged by the planner's time meanwhile",
+            )
+        elif self._skewed and not skewed:
+            self._log.info("clock agrees with the planner's again")
+        self._skewed = skewed
+
+    def _log_refusal(self, error: PlannerRefused) -> None:
+        """Log a refusal when it begins, when its cause changes and every `remind_s` while it lasts."""
+        now = time.monotonic()
+        if self._refusal is not None:
+            problem, logged_at = self._refusal
+            if problem == error.problem and now - logged_at < self._remind_s:
+                return
+        self._refusal = error.problem, now
+        self._log.warning(
+            "planner refuses this instance: no fork can find it",
+            planner=self._client.url,
+            status=error.status,
+            problem=error.problem,
+            reason=str(error),
+            hint=error.hint,
+        )
+
     def _send(self) -> None:
         try:
             with self._changed:
@@ -145,15 +195,22 @@ class Heartbeat:
                 number = self._begun
             report = self._report()
             self._instance_id = report.instance_id
+            sent_at = time.monotonic()
             ack = self._client.report(report)
+            self._compare_clocks(ack, sent_at)
         except RforkError as error:
-            if self._failures == 0:
+            if self._stopping.is_set():
+                return  # nobody waits for this report any more
+            if isinstance(error, PlannerRefused) and error.status not in BUSY:
+                self._log_refusal(error)
+            elif self._failures == 0:
                 self._log.warning("planner lost", planner=self._client.url, reason=str(error))
             self._fail()
             return
         if self._failures:
             self._log.info("planner is back", planner=self._client.url, missed=self._failures)
         self._failures = 0
+        self._refusal = None
         self._interval_s = max(ack.heartbeat_s, self._least_gap_s)
         # The acknowledgement first: whoever waits for the connection finds the lease key in place.
         self._on_ack(ack)

@@ -5,7 +5,6 @@ Runs inside an inference instance: synchronous, thread-safe, one connection pool
 
 from __future__ import annotations
 
-import ssl
 import threading
 import time
 from collections.abc import Mapping
@@ -14,8 +13,13 @@ from typing import Final, TypeVar
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from rfork import __version__
+from rfork.control.deadline_transport import DEADLINE, DeadlineTransport, untrusting_context
+from rfork.control.token_file import TokenFile
 from rfork.errors import PlannerRefused, PlannerUnreachable, SettingsError
+from rfork.fields import VERSION_HEADER
 from rfork.settings import TlsSettings
+from rfork.tls_files import CurrentContext, client_context
 from rfork.tracing import carrier
 from rfork.wire import Problem
 
@@ -24,6 +28,12 @@ Answer = TypeVar("Answer")
 DEAD_CONNECTION: Final = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError, httpx.CloseError)
 BUSY: Final = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 """Statuses after which the same request may be answered a little later."""
+KEPT: Final = ("retry-after", VERSION_HEADER.lower())
+"""Headers of an answer that are looked at."""
+REJECTED: Final = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
+"""Statuses of a token that the planner does not accept (yet, or any more)."""
+MAX_ANSWER_BYTES: Final = 32 << 20
+"""Several times the largest page that a planner sends: 1,000 forks of a few KiB each."""
 
 Query = Mapping[str, str | int | bool | None]
 
@@ -35,7 +45,7 @@ class RestClient:
         self,
         url: str,
         *,
-        token: str | None,
+        token: str | TokenFile | None,
         tls: TlsSettings | None,
         timeout_s: float,
         transport: httpx.BaseTransport | None,
@@ -43,8 +53,10 @@ class RestClient:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self._closed = threading.Event()
-        headers = {"Accept": "application/json"}
-        if token:
+        # No compression: the bound on an answer is then a bound on the memory that it takes.
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+        self._token_file = token if isinstance(token, TokenFile) else None
+        if isinstance(token, str) and token:
             headers["Authorization"] = f"Bearer {token}"
         try:
             parsed = httpx.URL(self.url)
@@ -57,8 +69,7 @@ class RestClient:
                 base_url=self.url,
                 headers=headers,
                 timeout=timeout_s,
-                verify=_ssl_context(tls) if parsed.scheme == "https" else _nobody(),
-                transport=transport,
+                transport=transport or _transport(parsed.scheme, tls),
                 trust_env=False,  # the settings module alone reads the environment; proxies do not apply
             )
         except UnicodeEncodeError:
@@ -73,15 +84,19 @@ class RestClient:
         query: Query | None = None,
         *,
         patient: bool = False,
+        deadline: float | None = None,
     ) -> Answer:
-        """Send one request; returns the body of its answer, as `answer` has it."""
-        response = self.call(method, path, body, query, patient=patient)
+        """Send one request; returns the body of its answer, as `answer` has it. Arguments as of `call`."""
+        response = self.call(method, path, body, query, patient=patient, deadline=deadline)
         try:
             return answer.validate_json(response.content)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "body"
-            raise self.not_a_planner(method, path, response.status_code, f"{where}: {first['msg']}") from None
+            reason = f"{where}: {first['msg']}"
+            raise self.not_a_planner(
+                method, path, response.status_code, reason, _skew_hint(response)
+            ) from None
 
     def call(
         self,
@@ -91,15 +106,21 @@ class RestClient:
         query: Query | None = None,
         *,
         patient: bool = False,
+        deadline: float | None = None,
     ) -> httpx.Response:
         """Send one request; returns a 2xx answer. `patient`: where the planner says that it would answer
-        later, and within `timeout_s`, wait and send it once more.
+        later, and within the time there is, wait and send it once more.
+
+        The time is `timeout_s`, or what is left until `deadline` (`time.monotonic()` value) if that is less.
         """
-        deadline = time.monotonic() + self.timeout_s
+        latest = time.monotonic() + self.timeout_s
+        deadline = latest if deadline is None else min(deadline, latest)
         while True:
             response = self._send(self._request(method, path, body, query, deadline), deadline)
             if response.is_success:
                 return response
+            if response.status_code in REJECTED and self._has_new_token(response.request):
+                continue
             wait_s = _retry_after(response)
             if not patient or wait_s is None or time.monotonic() + wait_s >= deadline:
                 raise self.refused(response)
@@ -115,20 +136,23 @@ class RestClient:
         try:
             response = self._http.send(request, stream=True)
             if not response.is_success:
-                try:
-                    response.read()
-                finally:
-                    response.close()
+                response = self._complete(request, response, deadline)
         except httpx.RequestError as error:
             raise self.unreachable(error) from error
         except RuntimeError as error:  # httpx: the client has been closed
             raise PlannerUnreachable(f"planner {self.url} was not asked: {error}") from error
         if not response.is_success:
             raise self.refused(response)
+        try:
+            self._check_plain(request, response)
+        except PlannerRefused:
+            response.close()
+            raise
+        del request.extensions[DEADLINE]  # events come for as long as they are wanted
         return response
 
     def close(self) -> None:
-        """Close the pooled connections; a request that waits is sent no more."""
+        """Close the connections: a request in progress ends with an error, one that waits is not sent."""
         self._closed.set()
         self._http.close()
 
@@ -138,12 +162,16 @@ class RestClient:
         try:
             problem = Problem.model_validate_json(response.content)
         except ValidationError:
-            return self.not_a_planner(method, path, response.status_code, "not a problem document")
+            return self.not_a_planner(
+                method, path, response.status_code, "not a problem document", _skew_hint(response)
+            )
         hint, wait_s = "", _retry_after(response)
-        if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            hint = "set RFORK_TOKEN to the planner's token"
+        if response.status_code in REJECTED:
+            hint = "set RFORK_TOKEN, or the file RFORK_TOKEN_FILE, to one of the planner's tokens"
         elif wait_s is not None:
             hint = f"ask again in {wait_s:g} s"
+        elif response.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
+            hint = _skew_hint(response)
         return PlannerRefused(
             f"planner {self.url} refused {method} {path}: {problem.detail}",
             status=response.status_code,
@@ -154,59 +182,87 @@ class RestClient:
     def unreachable(self, error: httpx.RequestError, within_s: float | None = None) -> PlannerUnreachable:
         """The error of a request that was not answered, or not within a time (`timeout_s`, unless given)."""
         if isinstance(error, httpx.TimeoutException):
-            reason = f"no answer within {within_s or self.timeout_s:g} s"
+            allowed_s = self.timeout_s if within_s is None else within_s
+            reason = f"no answer within {round(allowed_s, 1):g} s"
         else:
             reason = str(error) or type(error).__name__
         message = f"planner {self.url} cannot be reached: {reason}"
-        hint = "start it (`rfork planner`), or correct RFORK_PLANNER"
+        hint = _tls_hint(reason) or "start it (`rfork planner`), or correct RFORK_PLANNER"
         return PlannerUnreachable(message, hint=hint, silent=isinstance(error, httpx.ReadTimeout))
 
-    def not_a_planner(self, method: str, path: str, status: int, reason: str) -> PlannerRefused:
+    def not_a_planner(
+        self, method: str, path: str, status: int, reason: str, hint: str = ""
+    ) -> PlannerRefused:
         """The error of an answer that no planner gives."""
         return PlannerRefused(
             f"{self.url} gave no planner's answer to {method} {path} (status {status}): {reason}",
             status=status,
             problem="not-a-planner",
-            hint="check that RFORK_PLANNER names an rfork planner of this release",
+            hint=hint or "check that RFORK_PLANNER names an rfork planner of this release",
         )
+
+    def _has_new_token(self, refused: httpx.Request) -> bool:
+        """Whether the token file holds another token by now than the one that was refused."""
+        if self._token_file is None:
+            return False
+        return f"Bearer {self._token_file.reread()}" != str(refused.headers.get("Authorization"))
 
     def _request(
         self, method: str, path: str, body: BaseModel | None, query: Query | None, deadline: float
     ) -> httpx.Request:
+        headers = carrier() | ({} if body is None else {"Content-Type": "application/json"})
+        if self._token_file is not None:
+            headers["Authorization"] = f"Bearer {self._token_file.token}"
         return self._http.build_request(
             method,
             path,
             params={name: value for name, value in (query or {}).items() if value is not None},
             content=None if body is None else body.model_dump_json(),
-            headers=carrier() | ({} if body is None else {"Content-Type": "application/json"}),
+            headers=headers,
             timeout=max(0.001, deadline - time.monotonic()),
+            extensions={DEADLINE: deadline},
         )
 
     def _send(self, request: httpx.Request, deadline: float) -> httpx.Response:
         """Send, once more if the pooled connection was dead, and read the body within `deadline`."""
+        within_s = max(0.0, deadline - time.monotonic())
         try:
             try:
                 return self._read(request, deadline)
             except DEAD_CONNECTION:
                 return self._read(request, deadline)
         except httpx.RequestError as error:
-            raise self.unreachable(error) from error
+            raise self.unreachable(error, within_s) from error
         except RuntimeError as error:  # httpx: the client has been closed
             raise PlannerUnreachable(f"planner {self.url} was not asked: {error}") from error
 
     def _read(self, request: httpx.Request, deadline: float) -> httpx.Response:
-        response = self._http.send(request, stream=True)
+        return self._complete(request, self._http.send(request, stream=True), deadline)
+
+    def _complete(self, request: httpx.Request, response: httpx.Response, deadline: float) -> httpx.Response:
+        """The answer with its body, which is bounded in time and in size."""
         try:
+            self._check_plain(request, response)
             content = bytearray()
             for piece in response.iter_bytes():
                 content += piece
-                # httpx bounds each wait, not their sum: a server that trickles would hold the caller.
+                if len(content) > MAX_ANSWER_BYTES:
+                    raise self._unusable(request, response, f"it is larger than {MAX_ANSWER_BYTES >> 20} MiB")
                 if time.monotonic() > deadline:
                     raise httpx.ReadTimeout("the answer trickled in too slowly", request=request)
         finally:
             response.close()
-        kept = {name: value for name, value in response.headers.items() if name == "retry-after"}
+        kept = {name: value for name, value in response.headers.items() if name in KEPT}
         return httpx.Response(response.status_code, headers=kept, content=bytes(content), request=request)
+
+    def _check_plain(self, request: httpx.Request, response: httpx.Response) -> None:
+        """Raises PlannerRefused for a compressed body, which takes far more memory than it has bytes."""
+        encoding = response.headers.get("Content-Encoding", "identity")
+        if encoding != "identity":
+            raise self._unusable(request, response, f"its body is encoded ({encoding[:20]!r})")
+
+    def _unusable(self, request: httpx.Request, response: httpx.Response, reason: str) -> PlannerRefused:
+        return self.not_a_planner(request.method, request.url.path, response.status_code, reason)
 
 
 def _retry_after(response: httpx.Response) -> float | None:
@@ -218,21 +274,34 @@ def _retry_after(response: httpx.Response) -> float | None:
     return float(shown) if shown.isascii() and shown.isdigit() else None
 
 
+def _skew_hint(response: httpx.Response) -> str:
+    """Return what to do where the two sides run different releases; empty where they do not."""
+    theirs = response.headers.get(VERSION_HEADER)
+    if theirs in (None, __version__):
+        return ""
+    return f"here is rfork {__version__}, the planner is {theirs[:40]}: upgrade the planner, then instances"
+
+
+def _tls_hint(reason: str) -> str:
+    """Return what to do about a handshake that failed over a certificate; empty for other reasons."""
+    if "certificate has expired" in reason:
+        return "renew the planner's certificate (its RFORK_TLS_CERTIFICATE), or set this host's clock"
+    if "ALERT_CERTIFICATE_EXPIRED" in reason.upper().replace(" ", "_"):
+        return "renew the certificate of this process (RFORK_TLS_CERTIFICATE), or set the planner's clock"
+    if "CERTIFICATE_VERIFY_FAILED" in reason:
+        return "set RFORK_TLS_CA to the authority of its certificate, and RFORK_PLANNER to a name in that"
+    return ""
+
+
 def _bad_url(url: str, reason: str) -> SettingsError:
     return SettingsError(f"planner URL {url!r} cannot be used: {reason}", hint="e.g. http://127.0.0.1:8700")
 
 
-def _nobody() -> ssl.SSLContext:
-    """Trusts nobody: plain HTTP needs none, and to read this machine's authorities takes 20 ms."""
-    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-
-
-def _ssl_context(tls: TlsSettings | None) -> ssl.SSLContext:
-    """Trust `tls.ca` (else this machine's authorities) and show `tls.certificate` if there is one."""
+def _transport(scheme: str, tls: TlsSettings | None) -> DeadlineTransport:
+    if scheme != "https":  # to read this machine's authorities takes 20 ms
+        return DeadlineTransport(untrusting_context)
     try:
-        context = ssl.create_default_context(cafile=tls.ca if tls else None)
-        if tls and tls.certificate and tls.key:
-            context.load_cert_chain(tls.certificate, tls.key)
-    except (OSError, ssl.SSLError) as error:
+        # Made at each connection, if the files have changed.
+        return DeadlineTransport(CurrentContext(tls or TlsSettings(), client_context))
+    except SettingsError as error:
         raise SettingsError(f"the TLS files of the planner client cannot be used: {error}") from error
-    return context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rfork.errors import MissingExtra, ModelError
+from rfork.errors import MissingExtra, ModelError, SettingsError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -34,11 +35,24 @@ def model_errors(source: str | Path) -> Iterator[None]:
         RuntimeError,
         SafetensorError,
     ) as error:
+        if isinstance(error, FileNotFoundError) and _lacks_temporary_folder():
+            raise SettingsError(
+                "this process can write to no temporary folder, which loading a model takes",
+                hint="set TMPDIR to a folder that it can write to",
+            ) from None
         if str(source).startswith((".", "/")) and not Path(source).exists():
             hint = "name the folder of a Hugging Face model"
             raise ModelError(f"{source} is no folder", hint=hint) from None
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{source}: {first}") from None
+
+
+def _lacks_temporary_folder() -> bool:
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def class_of(config: PreTrainedConfig, *, trust_remote_code: bool) -> type:

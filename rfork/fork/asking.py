@@ -98,7 +98,11 @@ class Asking:
             before = plan.reason
             plan = self._ask((), current)
             if plan.storage:
-                self.reasons.append(NoSource(f"{before}: {plan.reason}, for all that wait"))
+                self.reasons.append(
+                    NoSource(f"{': '.join(filter(None, (before, plan.reason)))}, for all that wait")
+                )
+        elif plan.storage and not self.reasons:
+            self.reasons.append(NoSource(f"{plan.reason}, for all that wait"))
         self._planned = self._planned or bool(plan.routes or plan.storage)
         if plan.routes:
             self._named = plan.weights_id is not None
@@ -114,7 +118,10 @@ class Asking:
         with self._watch.phase("plan"):
             # Who reads already goes on with that, and asks again by itself.
             try:
-                plan = self._planner.ask(request) if self._planned else self._ask_patiently(request)
+                if self._planned:
+                    plan = self._planner.ask(request, deadline=self._deadline.at)
+                else:
+                    plan = self._ask_patiently(request)
             except PlannerRefused as error:
                 if error.problem != REPLICA_VERSION:
                     raise
@@ -144,7 +151,7 @@ class Asking:
         while True:
             asked_at = time.monotonic()
             try:
-                return self._planner.ask(request)
+                return self._planner.ask(request, deadline=self._deadline.at)
             except (PlannerUnreachable, PlannerRefused) as error:
                 now, failure = time.monotonic(), _failure(error)
                 if failure is None or now >= self._deadline.at:
@@ -170,6 +177,7 @@ class Asking:
             return
         self._compared.add(other.source_id)
         patience_s = min(COMPARE_S, self._settings.stall_s) if reads else self._settings.stall_s
+        patience_s = min(patience_s, max(0.0, self._deadline.at - time.monotonic()))
         difference = explain_mismatch(other, self._seed.image.layout, self._dial, patience_s)
         if not reads:
             raise difference

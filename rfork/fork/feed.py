@@ -74,6 +74,7 @@ class Feed:
         self._listener = listener
         self._deadline = deadline
         self._connecting_until = 0.0  # what is done until then has a deadline of its own
+        self.began_at = self.heard_at
         self._token = route.lease.token
         self._shown = route.lease.token
         self._show_every_s = route.lease.expires_in_s * SHOW_AFTER
@@ -88,6 +89,11 @@ class Feed:
     def start(self) -> None:
         """Begin on the feed's own thread."""
         self._thread.start()
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether not one byte of the image has come from this source yet, as far as its transport knows."""
+        return self._reader is None or not getattr(self._reader, "answered", True)
 
     def renew(self, lease: Lease) -> None:
         """Show a newer token from now on."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from rfork.control.client import PlannerClient
 from rfork.errors import DeadlinePassed, LayoutMismatch, NoSource, SourceChanged
+from rfork.fork.deadline import farewell
 from rfork.fork.progress import OnProgress
 from rfork.fork.report import ForkReport
 from rfork.fork.session import ForkSession
@@ -114,10 +115,10 @@ def _layout(planner: PlannerClient, holder: InstanceReport, settings: Settings, 
     )
     give_up = min(time.monotonic() + settings.stall_s, until)
     try:
-        plan = planner.ask(asking)
+        plan = planner.ask(asking, deadline=until)
         while not plan.routes and plan.retry_after_s is not None and time.monotonic() < give_up:
             time.sleep(min(plan.retry_after_s, max(0.0, give_up - time.monotonic())))
-            plan = planner.ask(asking)
+            plan = planner.ask(asking, deadline=until)
         # By these routes nothing is read: their leases are for questions.
         if not plan.routes:
             raise NoSource(f"nobody tells the layout of {holder.model}: {plan.reason}")
@@ -128,8 +129,11 @@ def _layout(planner: PlannerClient, holder: InstanceReport, settings: Settings, 
         finally:
             peer.close()
     finally:
-        planner.finish(asking.fork_id, ForkFinish(outcome="interrupted", seconds=0, bytes_read=0))
-        planner.remove(asking.instance.instance_id)
+        end = farewell(until)
+        planner.finish(
+            asking.fork_id, ForkFinish(outcome="interrupted", seconds=0, bytes_read=0), deadline=end
+        )
+        planner.remove(asking.instance.instance_id, deadline=end)
     if layout.layout_id != holder.layout_id:
         raise LayoutMismatch(f"the instances of {holder.model} changed meanwhile", hint="try again")
     return layout

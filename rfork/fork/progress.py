@@ -68,7 +68,7 @@ class Reporter:
         finally:
             self._done.set()
             # A planner that does not answer must not hold up a fork that is done.
-            until = time.monotonic() + PROGRESS_S
+            until = time.monotonic() + LOOK_S
             for thread in threads:
                 thread.join(max(0.0, until - time.monotonic()))
 

@@ -238,6 +238,8 @@ class Puller:
         if self._judges(now):
             self._resume.look(now, self.bytes_read)
             self._sources.fail_stalled(now)
+            if self._sources.look_for_late(now):
+                self._changed.notify_all()
         at, relayed = self._sources.reading or (None, False)
         self._giving.say_reading((lambda: at) if at is not None else None, relayed=relayed)
         if not self._schedule.complete:

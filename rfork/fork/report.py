@@ -71,7 +71,8 @@ class ForkReport:
     `link_bytes_per_s` is the best rate that the transfer had for about a second, `efficiency` its own rate
     over that; None where it was too short to tell. `sources` has what each source gave, most first;
     `replans` counts the plans after the first; `fallback` is what was loaded instead of a fork, if anything
-    was. `reasons` has one line for each failure on the way. `trace_id` is that of its spans, where these are
+    was. `reasons` has one line for each failure on the way, and why the planner sent this
+    instance to storage. `trace_id` is that of its spans, where these are
     sent to a collector. `seed` is this process's giving side, still open:
     close it, or leave it to the end of the process.
     """
@@ -158,10 +159,15 @@ class ForkReport:
         )
         if self.resumed_bytes:
             givers = " and ".join(filter(None, (givers, f"{self.resumed_bytes / 1e9:.3f} GB that were here")))
+        because = ""
+        if self.storage_bytes and (
+            why := next((each for each in self.reasons if each.startswith("NoSource")), "")
+        ):
+            because = f", because: {why}"
         again = f", {self.bytes_repeated / 1e6:.1f} MB read again" if self.bytes_repeated else ""
         return (
             f"forked {size} in {self.seconds:.2f} s ({self.gb_per_s:.2f} GB/s) from {givers}; "
-            f"{self.chunks_verified}/{self.chunks} chunks verified{again}"
+            f"{self.chunks_verified}/{self.chunks} chunks verified{again}{because}"
         )
 
 

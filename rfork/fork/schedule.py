@@ -40,6 +40,8 @@ class Schedule:
         self._readable: dict[str, set[int]] = {}
         self._ready: dict[str, list[int]] = {}  # heaps; what is no longer true of an entry is seen in `take`
         self._attempts: dict[int, int] = {}
+        self.late: frozenset[str] = frozenset()
+        """Sources that have given nothing yet, though others have: these may read their chunks meanwhile."""
 
     def adopt(self, routes: Mapping[str, Iterable[Range]]) -> None:
         """Follow a new plan: chunk ranges by source. What is in flight stays with its reader."""
@@ -79,12 +81,27 @@ class Schedule:
             if load[source] < window(source) and self._fresh(source, heap)
         }
         source = min(first, key=lambda source: (load[source], first[source]), default=None)
-        if source is None:
+        if source is None and not self._move(load, window):
             return None
+        if source is None:
+            return self.take(window)
         chunk = heapq.heappop(self._ready[source])
         self._in_flight[chunk] = source
         self._attempts[chunk] = self._attempts.get(chunk, 0) + 1
         return Read(source, chunk)
+
+    def _move(self, load: Mapping[str, int], window: Callable[[str], int]) -> bool:
+        """Assign one chunk of a late source to another, which has nothing else to read; whether one was."""
+        for source, readable in self._readable.items():
+            if source in self.late or load.get(source, 0) >= window(source):
+                continue
+            for chunk, late in self._assigned.items():
+                free = late in self.late and chunk not in self._in_flight and chunk not in self._claimed
+                if free and chunk in readable:
+                    self._assigned[chunk] = source
+                    self._queue(chunk)
+                    return True
+        return False
 
     def upcoming(self, source_id: str, count: int) -> tuple[list[int], list[int]]:
         """The chunks that are read from this source now, and the next `count` that `take` will give of it."""

@@ -12,6 +12,7 @@ from uuid import uuid4
 from torch import nn
 
 from rfork.control.client import PlannerClient
+from rfork.control.heartbeat import STOP_S
 from rfork.errors import (
     CheckpointError,
     DeadlinePassed,
@@ -29,7 +30,7 @@ from rfork.errors import (
 from rfork.fields import Outcome
 from rfork.fork.asking import Asking
 from rfork.fork.cold import Offers, Rebound
-from rfork.fork.deadline import Deadline
+from rfork.fork.deadline import FAREWELL_S, Deadline, farewell
 from rfork.fork.fallback import Derived, Fallback, LoaderFailed, fall_back
 from rfork.fork.keeper import Keeper
 from rfork.fork.meter import Meter
@@ -117,7 +118,12 @@ class ForkSession:
             "fork", fork=self._fork_id, instance=self._identity.instance_id, host=self._settings.host,
             model=self._identity.model, rank=rank.key, data_parallel_rank=rank.dp,
         ) as span:  # fmt: skip
-            report = self._run()
+            try:
+                report = self._run()
+            except BaseException:
+                if self._planner is not None:
+                    self._planner.close()
+                raise
             report.describe(span)
             return report
 
@@ -131,6 +137,8 @@ class ForkSession:
             derived = Derived(self._module, image) if self._fallbacks else None
             log.debug("captured", model=self._identity.model, layout=image.layout.layout_id)
         board = ChunkBoard(image.layout.chunks)
+        # Before the seed, whose threads and sockets would outlive an error here.
+        keeper = Keeper(self._settings.resume, self._identity, image, board)
         seed = Seed(
             image,
             self._identity,
@@ -142,7 +150,6 @@ class ForkSession:
             tracer=self._tracer,
         ).start()
         reasons: list[RforkError] = []
-        keeper = Keeper(self._settings.resume, self._identity, image, board)
         try:
             keeper.start()
             report = self._fill(image, board, seed, keeper, derived, reasons)
@@ -156,7 +163,8 @@ class ForkSession:
                 self._finish(ended, known or (*reasons, shown))
             finally:
                 keeper.close(remove=False)
-                seed.close()
+                late = time.monotonic() >= self._deadline.at
+                seed.close(leave_s=FAREWELL_S if late else STOP_S)
             if shown is not error:
                 raise shown from None
             raise
@@ -176,7 +184,6 @@ class ForkSession:
             self._pull(image, board, seed, keeper, derived, reasons, replacing)
         except Rebound as loaded:
             way = loaded.way
-            reasons.extend(self._sent_by)
         except (ForkFailed, NetworkError, DeadlinePassed) as error:
             reasons.append(error)
             keeper.halt()
@@ -361,7 +368,7 @@ class ForkSession:
                 with reporter.running(), self._watch.phase("transfer"):
                     puller.run()
             finally:
-                reasons.extend((*offers.reasons, *puller.reasons))
+                reasons.extend((*offers.reasons, *self._sent_by, *puller.reasons))
 
     def _finish(
         self, outcome: Outcome, reasons: Sequence[BaseException], report: ForkReport | None = None
@@ -371,6 +378,6 @@ class ForkSession:
             return
         finish = finish_of(outcome, self._watch, self._pulled, self._meter, reasons, report)
         try:
-            self._planner.finish(self._fork_id, finish)
+            self._planner.finish(self._fork_id, finish, deadline=farewell(self._deadline.at))
         except (PlannerUnreachable, PlannerRefused) as error:
             log.debug("finish not told", detail=str(error))

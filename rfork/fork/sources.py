@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from rfork.errors import Fault, RforkError, SourceChanged, TransportUnusable
+from rfork.errors import Fault, RforkError, SourceChanged, SourceUnreachable, TransportUnusable
 from rfork.fork.digests import Digests
 from rfork.fork.feed import Feed
 from rfork.fork.giver import Giver, Listener
@@ -19,12 +19,15 @@ from rfork.fork.storage_feed import StorageFeed
 from rfork.image import ranges
 from rfork.logs import logger
 from rfork.storage.base import name_of
+from rfork.transport.base import CONNECT_S
 from rfork.wire import Lease, Route, Share, SourceFault, StorageRead
 
 log = logger(__name__)
 
 MOST_FAILURES = 3
 """A source that failed this often is not asked again by this fork, whoever was at fault."""
+MOVE_AFTER_S = 0.5
+"""A source that has given nothing for so long may lose its chunks to others that have nothing to read."""
 
 
 class Open(Protocol):
@@ -137,6 +140,25 @@ class Sources:
             stall = feed.check(now, starved=self._schedule.starved(source_id))
             if stall is not None and self._schedule.wanted_from(source_id):
                 self.fail(feed, stall)
+
+    def look_for_late(self, now: float) -> bool:
+        """Find the sources that give nothing while others do; returns whether there are new ones.
+
+        Others may read their chunks after `MOVE_AFTER_S`. After `CONNECT_S` one is given up whose remaining
+        chunks cannot be moved, since they are being read from it: others can give them all.
+        """
+        silent = {
+            name: feed
+            for name, feed in self._feeds.items()
+            if isinstance(feed, Feed) and feed.unanswered and now - feed.began_at >= MOVE_AFTER_S
+        }
+        others = [name for name in self._feeds if name not in silent and name in self._shares]
+        before, self._schedule.late = self._schedule.late, frozenset(silent if others else ())
+        if others and not any(self._schedule.wanted_from(name) for name in others):
+            for name, feed in silent.items():
+                if self._schedule.wanted_from(name) and now - feed.began_at >= CONNECT_S:
+                    self.fail(feed, SourceUnreachable(f"{feed.address}: no byte came within {CONNECT_S:g} s"))
+        return bool(self._schedule.late - before)
 
     def credit(self, source_id: str, host: str, transport: str, chunks: int, nbytes: int) -> None:
         """This many chunks from this source are verified."""

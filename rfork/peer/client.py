@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import grpc
 
-from rfork.errors import SourceCorrupt, SourceGone, TargetError
+from rfork.errors import SourceCorrupt, SourceGone, SourceUnreachable, TargetError
 from rfork.image.layout import Layout
 from rfork.image.manifest import Manifest
 from rfork.peer import codec
@@ -17,9 +17,9 @@ from rfork.peer.base import Progress
 from rfork.peer.lines import LARGEST_MESSAGE, End
 from rfork.peer.v1 import peer_pb2, peer_pb2_grpc
 from rfork.settings import TlsSettings
+from rfork.tls_files import client_context
 from rfork.tracing import carrier
-from rfork.transport.base import Endpoint, Line, TokenSource
-from rfork.transport.tls import client_context
+from rfork.transport.base import CONNECT_S, Endpoint, Line, TokenSource
 
 Answer = TypeVar("Answer")
 
@@ -30,12 +30,15 @@ class PeerClient:
     def __init__(self, address: str, token: TokenSource, tls: TlsSettings) -> None:
         self.address = address
         self._token = token
+        self._reached = False
         options = [
             ("grpc.max_receive_message_length", -1),
             # Each source's channel is its own connection: closing one must not touch another fork.
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.enable_retries", 0),
             ("grpc.enable_http_proxy", 0),  # settings alone read the environment; proxies do not apply
+            # By this name gRPC bounds one attempt to connect, which else takes up to 20 s.
+            ("grpc.min_reconnect_backoff_ms", round(CONNECT_S * 1000)),
         ]
         credentials = channel_credentials(tls)
         if credentials is None:
@@ -130,10 +133,17 @@ class PeerClient:
         return (("authorization", f"Bearer {self._token()}"), *carrier().items())
 
     def _call(self, call: Callable[[], Answer]) -> Answer:
+        began = time.monotonic()
         try:
-            return call()
+            answer = call()
         except (grpc.RpcError, ValueError) as error:
+            seconds = time.monotonic() - began
+            # A connection that is refused fails at once: one that takes all its time gets no answer.
+            if not self._reached and _is_unavailable(error) and seconds >= CONNECT_S * 0.9:
+                raise SourceUnreachable(f"no connection to {self.address} within {seconds:.1f} s") from None
             raise codec.error_of(error, self.address) from None
+        self._reached = True
+        return answer
 
 
 def _said(channel_id: str, line: End) -> Iterator[peer_pb2.ConverseRequest]:
@@ -141,6 +151,10 @@ def _said(channel_id: str, line: End) -> Iterator[peer_pb2.ConverseRequest]:
     yield peer_pb2.ConverseRequest(channel_id=channel_id)
     while (message := line.outgoing_waiting()) is not None:
         yield peer_pb2.ConverseRequest(content=message)
+
+
+def _is_unavailable(error: Exception) -> bool:
+    return isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNAVAILABLE
 
 
 def _left(deadline: float) -> float:

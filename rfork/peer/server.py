@@ -17,11 +17,11 @@ import grpc
 import grpc.aio
 
 from rfork.errors import PortInUse
+from rfork.grpc_credentials import server_credentials
 from rfork.peer import admission
 from rfork.peer.answers import MOST_STREAMS, PeerHost, handlers
 from rfork.peer.lines import LARGEST_MESSAGE, MOST_LINES
-from rfork.settings import Settings, TlsSettings, host_port
-from rfork.transport.tls import server_context
+from rfork.settings import Settings, host_port
 
 LARGEST_REQUEST = LARGEST_MESSAGE + 1024
 MOST_CONNECTIONS = 4096
@@ -70,7 +70,8 @@ class PeerServer:
         return host_port(self._settings.reachable_at, self._port)
 
     def start(self) -> None:
-        """Listen; raises PortInUse."""
+        """Listen. Raises PortInUse, or SettingsError where no address is known that others could be told."""
+        _ = self.address
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
@@ -127,14 +128,3 @@ def most_connections() -> int:
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = descriptors == resource.RLIM_INFINITY
     return MOST_CONNECTIONS if unlimited else min(MOST_CONNECTIONS, descriptors // 2)
-
-
-def server_credentials(tls: TlsSettings) -> grpc.ServerCredentials | None:
-    """Credentials for a gRPC server; None where TLS is off. Raises SettingsError for files of no use."""
-    if tls.certificate is None or tls.key is None:
-        return None
-    server_context(tls)  # names a file that cannot be used; gRPC would only fail to open the port
-    authorities = tls.ca.read_bytes() if tls.ca is not None else None
-    return grpc.ssl_server_credentials(
-        [(tls.key.read_bytes(), tls.certificate.read_bytes())], authorities, authorities is not None
-    )

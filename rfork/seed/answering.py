@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from uuid import uuid4
 
+from rfork.control.planner_clock import PlannerClock
 from rfork.errors import LayoutMismatch, SourceBusy, SourceChanged, TransportUnusable
 from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
@@ -85,7 +86,8 @@ class Answering(Suspending):
         self.version = identity.version
         self.settings = settings
         self.given_bytes = 0
-        self._leases = LeaseBook(identity.instance_id, settings.max_readers, clock=time.time)
+        self._planner_clock = PlannerClock()
+        self._leases = LeaseBook(identity.instance_id, settings.max_readers, clock=self._planner_clock.now)
         self._given = Given(tracer, lambda: self._governor.held, identity.instance_id)
         self._channels = Channels(self._leases, self._exports, self._tell, self._given)
         self._latency = LatencyGuard(settings.latency_setpoint, floor=self._floor)

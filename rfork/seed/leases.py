@@ -53,6 +53,11 @@ class LeaseBook:
             self._opened_until = {key: until for key, until in self._opened_until.items() if key in keys}
             self._known.clear()
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether the planner has given any keys."""
+        return bool(self._keys)
+
     def check(self, token: str, generation: int) -> LeaseClaims:
         """The claims of a good token.
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from rfork.control.client import PlannerClient
-from rfork.control.heartbeat import Heartbeat
+from rfork.control.heartbeat import STOP_S, Heartbeat
 from rfork.control.lease import decode_key
 from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
@@ -58,7 +58,13 @@ class Seed(Answering):
         self._peer: PeerService | None = None
         self._planner = planner
         self._heartbeat = (
-            Heartbeat(planner, self.report, self._on_ack, instance_id=identity.instance_id)
+            Heartbeat(
+                planner,
+                self.report,
+                self._on_ack,
+                instance_id=identity.instance_id,
+                clock=self._planner_clock,
+            )
             if planner is not None
             else None
         )
@@ -119,12 +125,15 @@ class Seed(Answering):
                 done.wait(min(left, 1.0))
         return True
 
-    def close(self, drain_s: float = 0.0) -> None:
-        """Drain for at most `drain_s` seconds, leave the planner's books, and stop giving."""
+    def close(self, drain_s: float = 0.0, *, leave_s: float = STOP_S) -> None:
+        """Drain for at most `drain_s` seconds, leave the planner's books, and stop giving.
+
+        The planner gets `leave_s` seconds to hear of it: one that does not answer forgets the instance later.
+        """
         if drain_s > 0:
             self.drain(drain_s)
         if self._heartbeat is not None:
-            self._heartbeat.stop(remove=True)
+            self._heartbeat.stop(remove=True, within_s=leave_s)
         self._governor.close()
         if self._pacing is not None:
             self._pacing.close()
@@ -204,6 +213,8 @@ class Seed(Answering):
             weight=self.settings.weight,
             egress_rate=self._governor.held,
             readers=self._leases.readers,
+            has_lease_keys=self._leases.has_keys,
+            clock_skew_s=self._planner_clock.skew_s,
         )
 
     def _on_ack(self, ack: InstanceAck) -> None:

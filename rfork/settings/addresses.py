@@ -7,15 +7,40 @@ import socket
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
-def own_address() -> str:
-    """This host's address on the interface of its default route; loopback where there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+WILDCARDS = frozenset({"0.0.0.0", "::"})
+PROBES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+"""Addresses for documentation, which the default route of each family leads to."""
+
+
+def own_address(bind: str = "::") -> str:
+    """This host's address towards its default route, IPv4 before IPv6; loopback where there is none.
+
+    `bind`: what is listened on. ``0.0.0.0`` takes no IPv6.
+    """
+    for family, beyond in PROBES:
+        if family == socket.AF_INET6 and bind == "0.0.0.0":
+            continue
+        if (address := _source_of(family, beyond)) is not None:
+            return address
+    return "127.0.0.1"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether the address, or name, leads to this host alone."""
+    return address in LOOPBACK or address.startswith("127.")
+
+
+def _source_of(family: socket.AddressFamily, beyond: str) -> str | None:
+    """The address that packets to `beyond` are sent from; None where there is no way."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             # A connected UDP socket sends nothing: the kernel only picks the source address.
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
+            probe.connect((beyond, 9))
+            found = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    # An address of the link alone is no good without the name of the interface, which others do not know.
+    return None if is_loopback(found) or found.startswith("fe80:") else found
 
 
 def host_port(host: str, port: int) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, StringConstraints, field_validator
+from pydantic import Field, SecretStr, StringConstraints, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from rfork.errors import SettingsError
 from rfork.fields import Label, ModelName, WeightsVersion
-from rfork.settings.addresses import own_address
+from rfork.settings.addresses import WILDCARDS, is_loopback, own_address
 from rfork.settings.loading import load
 from rfork.settings.node import node_name
 from rfork.settings.tls import TlsSettings
@@ -25,6 +27,9 @@ class Settings(BaseSettings):
     # The planner.
     planner: str | None = Field(None, description="URL of the planner; none: fall back at once")
     token: SecretStr | None = Field(None, description="bearer token shown to the planner")
+    token_file: Path | None = Field(
+        None, description="file that holds that token instead; read again when it changes, and when the planner refuses the token"
+    )
     planner_timeout_s: float = Field(5.0, gt=0, description="most seconds one call to the planner may take")
 
     # Where this instance is, and how others reach it.
@@ -162,6 +167,22 @@ class Settings(BaseSettings):
     def _listed(cls, value: object) -> object:
         return tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value
 
+    @model_validator(mode="after")
+    def _one_token(self) -> Self:
+        if self.token is not None and self.token_file is not None:
+            raise ValueError("RFORK_TOKEN and RFORK_TOKEN_FILE exclude each other: set one of them")
+        return self
+
+    @property
+    def bearer(self) -> str | None:
+        """The token shown to the planner, read from its file if it is in one. Raises SettingsError."""
+        if self.token_file is not None:
+            try:
+                return self.token_file.read_text("utf-8").strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise SettingsError(f"RFORK_TOKEN_FILE: cannot read {self.token_file}: {error}") from None
+        return self.token.get_secret_value() if self.token is not None else None
+
     @property
     def tls(self) -> TlsSettings:
         """The TLS files (``RFORK_TLS_*``), shared by every server and client of this process."""
@@ -173,9 +194,26 @@ class Settings(BaseSettings):
 
     @property
     def reachable_at(self) -> str:
-        """The address that others are told."""
+        """The address that others are told.
+
+        Raises SettingsError where that would be loopback, though the planner is on another host.
+        """
         if self.advertise:
             return self.advertise
-        if self.bind in ("0.0.0.0", "::"):
-            return own_address()
-        return self.bind
+        if self.bind not in WILDCARDS:
+            return self.bind
+        address = own_address(self.bind)
+        if is_loopback(address) and self._planner_is_remote:
+            raise SettingsError(
+                f"RFORK_BIND is {self.bind}, and no address is known that others reach this host at",
+                hint="set RFORK_ADVERTISE to one, or RFORK_BIND to :: where the host has IPv6 only",
+            )
+        return address
+
+    @property
+    def _planner_is_remote(self) -> bool:
+        try:
+            host = urlsplit(self.planner or "").hostname
+        except ValueError:
+            host = None
+        return host is not None and not is_loopback(host)

@@ -15,10 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from rfork.errors import SourceGone
 from rfork.image.memory import Image, Segment
+
+CONNECT_S: Final = 2.0
+"""Time for one connection to a source: one lost packet is sent again after 1 s."""
 
 TokenSource = Callable[[], str]
 """Gives the newest lease token of a route: tokens are renewed while a fork runs."""

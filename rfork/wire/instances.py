@@ -96,6 +96,8 @@ class InstanceReport(WireModel):
     weight: float = Field(1.0, gt=0, le=100, description="share of the readers it wants, beside others that say 1")
     egress_rate: int | None = Field(None, gt=0, le=2**63 - 1, description="bytes a second it gives at most")
     readers: tuple[Identifier, ...] = Field((), max_length=4096, description="forks that read from it now")
+    has_lease_keys: bool = Field(True, description="whether it has read an answer to its reports: without the keys in it, it refuses every reader")
+    clock_skew_s: float | None = Field(None, description="seconds that its clock is ahead of the planner's; none: not known yet")
 
 
 class InstanceAck(WireModel):
@@ -103,6 +105,7 @@ class InstanceAck(WireModel):
 
     heartbeat_s: float = Field(description="send the next report within this time")
     lease_keys: tuple[Label, ...] = Field(max_length=16, description="keys (base64url) this instance checks lease tokens with; the first is the newest")
+    unix_s: float | None = Field(None, description="the planner's time as it answers, in seconds since the epoch")
 
 
 class InstanceView(WireModel):

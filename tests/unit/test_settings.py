@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from rfork.errors import SettingsError
-from rfork.settings import PlannerSettings, Settings, load, node_name
+from rfork.settings import PlannerSettings, Settings, addresses, load, node_name
 
 
 @pytest.mark.parametrize(
@@ -93,3 +94,41 @@ def test_a_host_that_is_named_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a deployment knows better, it says."""
     monkeypatch.setenv("RFORK_HOST", "gpu-17")
     assert "gpu-17" == load(Settings).host
+
+
+def probing(found: dict[socket.AddressFamily, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the host's default routes lead out from these addresses."""
+    monkeypatch.setattr(addresses, "_source_of", lambda family, _: found.get(family))
+
+
+IPV4, IPV6 = "10.0.0.7", "fd00::7"
+
+
+@pytest.mark.parametrize(
+    ("found", "bind", "expected"),
+    [
+        ({socket.AF_INET: IPV4, socket.AF_INET6: IPV6}, "0.0.0.0", IPV4),
+        ({socket.AF_INET: IPV4, socket.AF_INET6: IPV6}, "::", IPV4),
+        ({socket.AF_INET6: IPV6}, "::", IPV6),
+        ({}, "::", "127.0.0.1"),
+    ],
+)
+def test_a_wildcard_bind_is_reached_at_an_address_of_this_host(
+    found: dict[socket.AddressFamily, str], bind: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the family that there is; loopback where there is none, and no planner elsewhere."""
+    probing(found, monkeypatch)
+    assert expected == Settings(bind=bind, planner="http://127.0.0.1:8700").reachable_at
+
+
+@pytest.mark.parametrize(
+    ("found", "bind"), [({}, "::"), ({}, "0.0.0.0"), ({socket.AF_INET6: IPV6}, "0.0.0.0")]
+)
+def test_loopback_is_not_told_to_a_planner_elsewhere(
+    found: dict[socket.AddressFamily, str], bind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No fork could read from there: the settings that help are named."""
+    probing(found, monkeypatch)
+    with pytest.raises(SettingsError, match="RFORK_BIND") as raised:
+        _ = Settings(bind=bind, planner="http://planner.ai:8700").reachable_at
+    assert "RFORK_ADVERTISE" in raised.value.hint

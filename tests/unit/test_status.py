@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from rich.console import Console
 
 from rfork.cli.status import fork_tree
@@ -35,11 +36,11 @@ def finished(instance_id: str, *reasons: str) -> ForkView:
     )  # fmt: skip
 
 
-def shown(*forks: ForkView) -> str:
+def shown(*forks: ForkView, view: InstanceView | None = None) -> str:
     """The tree of one instance as it is printed on a wide terminal."""
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(fork_tree([instance("a")], forks))
+        console.print(fork_tree([view or instance("a")], forks))
     return capture.get()
 
 
@@ -52,3 +53,13 @@ def test_of_many_reasons_the_last_are_shown() -> None:
     """A fork of a bad night does not fill the screen."""
     text = shown(finished("a", *(f"reason {number}" for number in range(9))))
     assert [6, 7, 8] == [number for number in range(9) if f"reason {number}" in text]
+
+
+@pytest.mark.parametrize(
+    ("skew_s", "words"), [(3600.0, "3600 s ahead of the planner's"), (-60.0, "60 s behind the planner's")]
+)
+def test_an_instance_whose_clock_is_wrong_says_so(skew_s: float, words: str) -> None:
+    """By how much, and which way."""
+    seen = instance("a")
+    report = seen.report.model_copy(update={"clock_skew_s": skew_s})
+    assert words in shown(view=seen.model_copy(update={"report": report}))

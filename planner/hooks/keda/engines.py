@@ -9,10 +9,10 @@ from typing import Final
 
 import httpx
 
-from planner.hooks.keda.credentials import CANNOT, PEM
 from planner.hooks.keda.signals import Page, page_of
 from planner.hooks.rest import DEAD_CONNECTION
 from rfork.errors import SettingsError
+from rfork.grpc_credentials import CANNOT, PEM
 from rfork.settings import TlsSettings, host_port
 
 MOST_BYTES: Final = 8 << 20

@@ -15,7 +15,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import Counter, Gauge
 
 from planner.hooks.fleet import Fleet, PlannerAway
-from planner.hooks.keda.credentials import server_credentials
 from planner.hooks.keda.engines import EngineReader
 from planner.hooks.keda.load import Load
 from planner.hooks.keda.signals import NothingTold, Reading
@@ -28,6 +27,7 @@ from planner.hooks.keda.v1.externalscaler_pb2_grpc import (
 from planner.hooks.probes import Status
 from planner.listening import listen
 from rfork.errors import PortInUse
+from rfork.grpc_credentials import server_credentials
 from rfork.logs import logger
 from rfork.settings import HookSettings, TlsSettings, host_port, load
 from rfork.tracing import OFF, TRACEPARENT, TraceContext, Tracer

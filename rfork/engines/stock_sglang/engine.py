@@ -28,7 +28,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from rfork.errors import SettingsError, SourceCorrupt, SourceError, SourceGone, SourceStalled
 from rfork.settings import TlsSettings
-from rfork.transport.tls import client_context
+from rfork.tls_files import client_context
 
 INFO_PATHS: Final = ("/remote_instance_transfer_engine_info", "/get_remote_instance_transfer_engine_info")
 SERVER_PATHS: Final = ("/server_info", "/get_server_info")

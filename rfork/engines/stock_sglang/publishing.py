@@ -15,6 +15,7 @@ from typing import Final
 from rfork.control.client import PlannerClient
 from rfork.control.heartbeat import Heartbeat
 from rfork.control.lease import decode_key, verify
+from rfork.control.planner_clock import PlannerClock
 from rfork.engines.stock_sglang.engine import Description, StockEngine, Version, WeightInfo
 from rfork.engines.stock_sglang.identity import instance_id, seed_report, weights_id
 from rfork.errors import LeaseRefused, NetworkError, RforkError, SettingsError, SourceChanged, SourceGone
@@ -40,7 +41,8 @@ class _Rank:
         self.rank = rank
         self.report = report
         self.keys: tuple[bytes, ...] = ()
-        self.heartbeat = Heartbeat(planner, lambda: self.report, self._learn)
+        self.clock = PlannerClock()
+        self.heartbeat = Heartbeat(planner, lambda: self.report, self._learn, clock=self.clock)
 
     def _learn(self, ack: InstanceAck) -> None:
         self.keys = tuple(decode_key(key) for key in ack.lease_keys)
@@ -109,7 +111,7 @@ class Publisher:
             raise SourceGone(f"{wanted} is not given here any more")
         if not known.keys and not known.heartbeat.wait_connected(KEYS_S):
             raise LeaseRefused("the planner has not answered this seed's heartbeat yet")
-        verify(token, known.keys, source_id=wanted, leeway_s=LEEWAY_S)
+        verify(token, known.keys, source_id=wanted, leeway_s=LEEWAY_S, now=known.clock.now())
         info = self._engine.info(known.rank)
         if instance_id(self._settings, known.rank, info) != wanted:
             self._doubted = True

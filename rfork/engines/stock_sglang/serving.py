@@ -48,7 +48,7 @@ from rfork.errors import (
 )
 from rfork.logs import logger
 from rfork.settings import TlsSettings, host_port
-from rfork.transport.tls import client_context
+from rfork.tls_files import client_context
 from rfork.wire import Route
 
 SEEDS: Final = "/v1/stock-seeds"

@@ -9,11 +9,11 @@ from email.utils import parsedate_to_datetime
 
 import httpx
 
+from rfork.certificate import authority_expires_at, expires_at
 from rfork.errors import SettingsError
 from rfork.settings import LOOPBACK, Settings, TlsSettings
-from rfork.transport.certificate import authority_expires_at, expires_at
+from rfork.tls_files import client_context, server_context
 from rfork.transport.doctor.check import Check
-from rfork.transport.tls import client_context, server_context
 
 MOST_CLOCK_SKEW_S = 5.0
 SOON_DAYS = 14
@@ -67,8 +67,9 @@ def check_planner(settings: Settings, transport: httpx.BaseTransport | None = No
     if settings.planner is None:
         detail = "none set: every fork falls back at once"
         return [Check("planner", "warn", detail, "set RFORK_PLANNER to its URL")]
-    headers = {"Authorization": f"Bearer {settings.token.get_secret_value()}"} if settings.token else {}
     try:
+        token = settings.bearer
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
         verify = client_context(settings.tls)
         with httpx.Client(
             base_url=settings.planner,
@@ -90,7 +91,7 @@ def check_planner(settings: Settings, transport: httpx.BaseTransport | None = No
         return [Check("planner", "fail", detail, "is that a planner? correct RFORK_PLANNER")]
     return [
         Check("planner", "ok", f"{settings.planner} answers in {(heard - asked) * 1000:.0f} ms"),
-        check_token(listing.status_code, shown=settings.token is not None),
+        check_token(listing.status_code, shown=token is not None),
         check_clock(health.headers.get("Date"), (asked + heard) / 2),
     ]
 

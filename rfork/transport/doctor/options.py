@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 
+from rfork.errors import SettingsError
 from rfork.settings import LOOPBACK, Settings
 from rfork.transport.doctor.check import Check
 
@@ -24,7 +25,10 @@ def check_names(misspelt: Mapping[str, str]) -> Check:
 
 def check_reach(settings: Settings) -> Check:
     """Whether others reach what listens here: not on the loopback interface, with a planner elsewhere."""
-    address = settings.reachable_at
+    try:
+        address = settings.reachable_at
+    except SettingsError as error:
+        return Check("reach", "fail", str(error), error.hint)
     if address not in LOOPBACK:
         return Check("reach", "ok", f"others are told {address}")
     if settings.planner is None or _host(settings.planner) in LOOPBACK:

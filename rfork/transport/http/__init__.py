@@ -10,12 +10,12 @@ from rfork.errors import SettingsError, SourceCorrupt
 from rfork.image.memory import Image
 from rfork.image.safetensors_header import live_header
 from rfork.settings import Settings
+from rfork.tls_files import client_context, server_context
 from rfork.transport.base import Availability, Endpoint, Gate, Talk, TokenSource, silent
 from rfork.transport.http.answer import ImageFile
 from rfork.transport.http.client import HttpReader
 from rfork.transport.http.exchange import Place
 from rfork.transport.http.server import HttpExporter
-from rfork.transport.tls import client_context, server_context
 
 
 class HttpTransport:

@@ -56,6 +56,8 @@ class HttpReader:
         self._closed = False
         self._idle: list[Stream] = []
         self._streams: set[Stream] = set()
+        self.answered = False
+        """Whether a byte of an image has ever come from there."""
 
     def open(self, deadline: float) -> None:
         """Make the first connection, to learn at once whether there is a server. Raises as `read` does."""
@@ -125,7 +127,7 @@ class HttpReader:
                 self._drop(stream)
 
     def _request(self, stream: Stream, cursor: Cursor, begin: int, until: int, deadline: float) -> bool:
-        patience = Patience(self._place, self._stall_s, deadline)
+        patience = Patience(self._place, self._stall_s, deadline, self._note_answer)
         first, count = self._data_offset + begin + cursor.done, until - cursor.done
         response, body = ask(stream, first, first + count, self._token(), self._etag, patience)
         if response.status != 206:
@@ -134,8 +136,13 @@ class HttpReader:
         if len(body) > count:
             raise SourceCorrupt(f"{self._place} sends more than the {count} bytes it was asked for")
         cursor.put(body)
+        if body:
+            self._note_answer()
         fill(stream, cursor, count - len(body), patience)
         return keeps_alive(response)
+
+    def _note_answer(self) -> None:
+        self.answered = True
 
     def _check(self, fields: Mapping[str, str], begin: int, end: int) -> None:
         """Refuse a 206 answer whose body is not exactly file range `[begin, end)` of this very file."""

@@ -9,7 +9,7 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -21,7 +21,9 @@ from rfork.errors import (
     SourceCorrupt,
     SourceGone,
     SourceStalled,
+    SourceUnreachable,
 )
+from rfork.transport.base import CONNECT_S
 from rfork.transport.http.heads import BadHead, ResponseHead, parse_response
 from rfork.transport.http.stream import Cursor, PlainStream, Stream, TlsStream
 
@@ -76,8 +78,12 @@ class Place:
 class Patience:
     """How much longer to wait for a source: `stall_s` seconds from its last byte, and to the deadline."""
 
-    def __init__(self, place: Place, stall_s: float, deadline: float) -> None:
+    def __init__(
+        self, place: Place, stall_s: float, deadline: float, on_body: Callable[[], None] | None = None
+    ) -> None:
+        """`on_body` is called when bytes of the answer's body come."""
         self.place = place
+        self._on_body = on_body
         self._stall_s = stall_s
         self._deadline = deadline
         self._last = time.monotonic()
@@ -92,14 +98,16 @@ class Patience:
         # A fill that times out with some bytes does not tell when they came: so ask often enough.
         return min(self._stall_s / 4, self._deadline - now)
 
-    def renew(self) -> None:
-        """Say that bytes came."""
+    def renew(self, *, body: bool = False) -> None:
+        """Say that bytes came; `body`: of the answer's body."""
         self._last = time.monotonic()
+        if body and self._on_body is not None:
+            self._on_body()
 
 
 def dial(place: Place, context: ssl.SSLContext | None, stall_s: float, deadline: float) -> Stream:
-    """Connect. Raises SourceGone or SourceStalled."""
-    seconds = min(stall_s, deadline - time.monotonic())
+    """Connect. Raises SourceGone, SourceStalled or SourceUnreachable."""
+    seconds = min(stall_s, CONNECT_S, deadline - time.monotonic())
     if seconds <= 0:
         raise SourceStalled(f"{place} was too slow: the read's deadline has passed")
     try:
@@ -116,7 +124,7 @@ def dial(place: Place, context: ssl.SSLContext | None, stall_s: float, deadline:
             raise
         return stream
     except TimeoutError:
-        raise SourceStalled(f"{place} did not accept a connection within {seconds:.1f} s") from None
+        raise SourceUnreachable(f"no connection to {place} within {seconds:.1f} s") from None
     except OSError as error:
         raise SourceGone(f"cannot connect to {place}: {error}") from error
 
@@ -166,7 +174,7 @@ def fill(stream: Stream, cursor: Cursor, count: int, patience: Patience) -> None
             continue
         if received == 0:
             raise ConnectionResetError(f"closed with {count} bytes to come")
-        patience.renew()
+        patience.renew(body=True)
         count -= received
 
 

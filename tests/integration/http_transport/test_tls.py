@@ -12,8 +12,8 @@ import trustme
 from rfork.errors import SourceGone
 from rfork.image.chunks import MIB
 from rfork.settings import Settings
+from rfork.tls_files import client_context
 from rfork.transport.http import HttpTransport
-from rfork.transport.tls import client_context
 from tests.integration.http_transport.pairs import SIZES, pair, url_of
 from tests.transport_contract import Pair, content, soon
 

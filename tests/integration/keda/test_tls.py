@@ -12,11 +12,11 @@ import grpc.aio
 import pytest
 import trustme
 
-from planner.hooks.keda.credentials import server_credentials
 from planner.hooks.keda.scaler import run
 from planner.hooks.keda.v1.externalscaler_pb2_grpc import ExternalScalerStub
 from planner.hooks.probes import Status
 from rfork.errors import SettingsError
+from rfork.grpc_credentials import server_credentials
 from rfork.settings import HookSettings, TlsSettings
 from tests.integration.keda.calling import scaling
 from tests.unit.hooks.keda.fakes import MODEL, FakeFleet
@@ -36,7 +36,7 @@ async def test_tls_that_is_renewed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     authority.cert_pem.write_to_path(tmp_path / "ca.crt")
     for name, file in (("CERTIFICATE", "tls.crt"), ("KEY", "tls.key"), ("CA", "ca.crt")):
         monkeypatch.setenv(f"RFORK_TLS_{name}", str(tmp_path / file))
-    with pytest.raises(SettingsError, match="the scaler's TLS files"):
+    with pytest.raises(SettingsError, match="the TLS files"):
         await run(HookSettings(scaler_port=0), FakeFleet(), Status("scaler"))
     first = show(authority, tmp_path)
     keda = authority.issue_cert("keda")
@@ -71,7 +71,7 @@ def test_files_that_change_while_they_are_looked_at(monkeypatch: pytest.MonkeyPa
         (tmp_path / "tls.crt").write_bytes(authority.issue_cert("localhost").cert_chain_pems[0].bytes())
 
     monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", change)
-    with pytest.raises(SettingsError, match="the scaler's TLS files"):
+    with pytest.raises(SettingsError, match="the TLS files"):
         server_credentials(TlsSettings(certificate=tmp_path / "tls.crt", key=tmp_path / "tls.key"))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from rfork import __version__
 from rfork.control.client import PlannerClient
 from rfork.errors import PlannerRefused, PlannerUnreachable, SettingsError
 from rfork.settings import TlsSettings
@@ -325,3 +326,31 @@ def test_too_many_readers_are_refused() -> None:
     assert (503, "busy", "ask again in 10 s") == (
         refused.value.status, refused.value.problem, refused.value.hint,
     )  # fmt: skip
+
+
+SKEWED = [
+    httpx.Response(200, json={"odd": 1}, headers={"Rfork-Version": "99.0"}),
+    httpx.Response(
+        422,
+        json=PROBLEM
+        | {"type": "https://rfork.dev/problems/invalid", "status": 422, "detail": "an unknown field"},
+        headers={"Rfork-Version": "99.0"},
+    ),
+]
+
+
+@pytest.mark.parametrize("response", SKEWED)
+def test_another_release_of_the_planner_is_named(response: httpx.Response) -> None:
+    """Whichever side does not understand the other."""
+    with pytest.raises(PlannerRefused) as refused:
+        client_of(lambda _: response).report(REPORT)
+    assert "the planner is 99.0" in refused.value.hint
+    assert __version__ in refused.value.hint
+
+
+def test_a_planner_of_the_same_release_is_not_said_to_be_of_another() -> None:
+    """What it refuses is then the caller's own mistake."""
+    answer = httpx.Response(422, json=PROBLEM | {"status": 422}, headers={"Rfork-Version": __version__})
+    with pytest.raises(PlannerRefused) as refused:
+        client_of(lambda _: answer).report(REPORT)
+    assert "" == refused.value.hint

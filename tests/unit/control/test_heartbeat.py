@@ -4,12 +4,16 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
 
 from rfork.control.client import PlannerClient
 from rfork.control.heartbeat import Heartbeat
+from rfork.control.planner_clock import MAX_SKEW_S, PlannerClock
+from rfork.control.token_file import TokenFile
+from rfork.errors import SettingsError
 from rfork.wire import InstanceAck, InstanceReport, Placement
 
 REPORT = InstanceReport(
@@ -167,3 +171,111 @@ def test_nobody_waits_for_a_planner_that_is_away() -> None:
     assert "PUT" == planner.next()
     assert not heartbeat.wait_heard(threading.TIMEOUT_MAX)
     heartbeat.stop(remove=False)
+
+
+class Doorkeeper(httpx.BaseTransport):
+    """A planner that knows some tokens."""
+
+    def __init__(self, *tokens: str) -> None:
+        self.tokens = set(tokens)
+        self.refused = threading.Semaphore(0)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        if request.headers.get("Authorization", "").removeprefix("Bearer ") in self.tokens:
+            return httpx.Response(200, json={"heartbeat_s": 3600.0, "lease_keys": []})
+        self.refused.release()
+        problem = {
+            "type": "https://rfork.dev/problems/unauthorized",
+            "title": "x",
+            "status": 401,
+            "detail": "no",
+        }
+        return httpx.Response(401, json=problem)
+
+
+def replace(file: Path, token: str) -> None:
+    following = file.with_suffix(".next")
+    following.write_text(token)
+    following.rename(file)
+
+
+def test_a_token_that_is_replaced_in_its_file_is_shown_at_once(tmp_path: Path) -> None:
+    """The file is read again when it changes."""
+    file = tmp_path / "token"
+    file.write_text("old\n")
+    door = Doorkeeper("old")
+    client = PlannerClient("http://p", token=TokenFile(file), transport=door)
+    client.report(REPORT)
+    door.tokens = {"new"}
+    replace(file, "new")
+    client.report(REPORT)
+    assert not door.refused.acquire(blocking=False)
+
+
+def test_a_file_that_cannot_be_used_keeps_the_token(tmp_path: Path) -> None:
+    """A rotation that is half done takes no instance out of the fleet."""
+    file = tmp_path / "token"
+    file.write_text("old")
+    client = PlannerClient("http://p", token=TokenFile(file), transport=Doorkeeper("old"))
+    file.write_text("")
+    client.report(REPORT)
+    file.unlink()
+    client.report(REPORT)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"two words", b"\xff"])
+def test_a_token_file_of_no_use_is_a_settings_error(tmp_path: Path, content: bytes | None) -> None:
+    """When the client is made; the line names the setting and the file."""
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SettingsError, match=r"RFORK_TOKEN_FILE: .*/token"):
+        TokenFile(file)
+
+
+def test_a_refused_instance_registers_again_by_itself_once_its_token_is_accepted(
+    tmp_path: Path, events: Callable[[], list[str]]
+) -> None:
+    """A file that is replaced after the planner's is enough: nobody restarts the instance."""
+    file = tmp_path / "token"
+    file.write_text("old")
+    door = Doorkeeper("new")
+    client = PlannerClient("http://p", token=TokenFile(file), transport=door)
+    heartbeat = Heartbeat(client, lambda: REPORT, lambda _: None, retry_s=0.001, least_gap_s=0.0)
+    heartbeat.start()
+    for _ in range(3):
+        assert door.refused.acquire(timeout=WAIT_S)
+    assert not heartbeat.connected
+    replace(file, "new")
+    assert heartbeat.wait_connected(WAIT_S)
+    heartbeat.stop(remove=False)
+    assert ["planner refuses this instance: no fork can find it", "planner is back"] == events()
+
+
+def test_a_refusal_that_lasts_is_logged_again_and_again(events: Callable[[], list[str]]) -> None:
+    """Each time that `remind_s` has passed, which is a minute."""
+    door = Doorkeeper()
+    client = PlannerClient("http://p", token="wrong", transport=door)
+    heartbeat = Heartbeat(
+        client, lambda: REPORT, lambda _: None, retry_s=0.001, least_gap_s=0.0, remind_s=0.0
+    )
+    heartbeat.start()
+    for _ in range(3):
+        assert door.refused.acquire(timeout=WAIT_S)
+    heartbeat.stop(remove=False)
+    assert events().count("planner refuses this instance: no fork can find it") >= 2
+
+
+def test_a_clock_that_differs_from_the_planners_is_logged_once(events: Callable[[], list[str]]) -> None:
+    """However many reports are acknowledged meanwhile."""
+    ack = {"heartbeat_s": 3600.0, "lease_keys": [], "unix_s": 1.0}
+    client = PlannerClient("http://p", transport=httpx.MockTransport(lambda _: httpx.Response(200, json=ack)))
+    clock = PlannerClock()
+    heartbeat = Heartbeat(client, lambda: REPORT, lambda _: None, least_gap_s=0.0, clock=clock)
+    heartbeat.start()
+    assert heartbeat.wait_heard(WAIT_S)
+    assert heartbeat.wait_heard(WAIT_S)
+    heartbeat.stop(remove=False)
+    assert ["clock differs from the planner's"] == events()
+    assert clock.skew_s is not None
+    assert clock.skew_s > MAX_SKEW_S

@@ -63,7 +63,7 @@ def test_a_way_that_cannot_be_offered_is_told_in_the_report(
     planner = planning(NOBODY, elected("checkpoint", checkpoint.as_uri()))
     ways = [snapshot_fallback(tmp_path / "nothing.safetensors"), checkpoint_fallback(checkpoint)]
     report = forked(fleet, Model(1.0), planner, ways)
-    assert ("forked", report.image_bytes, ["StorageMissing"]) == (
+    assert ("forked", report.image_bytes, ["StorageMissing", "NoSource"]) == (
         report.outcome,
         report.storage_bytes,
         [reason.partition(":")[0] for reason in report.reasons],

@@ -26,9 +26,9 @@ from rfork.storage.snapshots.writer import write_snapshot
 from rfork.transport.memory import Faults
 from rfork.wire import Plan
 from tests.unit.fork.cold_sessions import NOBODY, elected, forked, planning
-from tests.unit.fork.fleet import NEVER_S, Fleet, Script, plan, route
+from tests.unit.fork.fleet import NEVER_S, Fleet, Script, image, plan, route
 from tests.unit.fork.planner import FakePlanner
-from tests.unit.fork.sessions import ALL, CHUNKS, Model, load_twos, session
+from tests.unit.fork.sessions import ALL, CHUNKS, TWOS, Model, load_twos, session
 
 
 def test_the_elected_reads_its_checkpoint(fleet: Fleet, checkpoint: Path) -> None:
@@ -246,3 +246,24 @@ def test_the_elected_does_not_wait_for_a_word_on_another_layout(
     chosen = elected("checkpoint", checkpoint.as_uri()).model_copy(update={"other_layout": route(seed)})
     report = forked(fleet, Model(1.0), planning(NOBODY, chosen), [checkpoint_fallback(checkpoint)])
     assert ("forked", [True]) == (report.outcome, [seconds <= COMPARE_S for seconds in patience])
+
+
+def test_the_report_says_why_the_planner_had_this_instance_load(fleet: Fleet) -> None:
+    """Nothing failed here: the words of the planner are all there is."""
+    quarantined = plan(reason="its only seed is quarantined")
+    planner = planning(quarantined, elected("loader"))
+    report = forked(fleet, Model(1.0), planner, [TWOS])
+    assert ["NoSource"] == [reason.partition(":")[0] for reason in report.reasons]
+    assert "its only seed is quarantined" in report.reasons[0]
+    assert f"because: {report.reasons[0]}" in report.line()
+    assert report.reasons == planner.finishes[0][1].reasons
+
+
+def test_a_plan_that_changes_to_storage_says_why(fleet: Fleet) -> None:
+    """Also where it had routes before: what failed is named, and what the planner made of it."""
+    seed = fleet.source("gone", image(1))
+    route_to_nothing = plan(route(seed, ALL))
+    seed.close()
+    planner = planning(route_to_nothing, plan(reason="no seed is left"), elected("loader"))
+    report = forked(fleet, Model(1.0), planner, [TWOS])
+    assert any("no seed is left" in reason for reason in report.reasons)

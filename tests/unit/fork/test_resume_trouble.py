@@ -196,9 +196,9 @@ def test_a_keeper_that_cannot_start_leaves_no_seed(
     closed: list[str] = []
     close = Seed.close
 
-    def noted(seed: Seed) -> None:
+    def noted(seed: Seed, *, leave_s: float) -> None:
         closed.append(seed.identity.instance_id)
-        close(seed)
+        close(seed, leave_s=leave_s)
 
     def refuse(keeper: Keeper) -> Keeper:
         raise RuntimeError("can't start new thread")

@@ -320,3 +320,23 @@ def test_who_has_forked_is_a_source_before_its_next_report(planner: PlannerClien
     planner.finish("fork-a", FORKED)
     planner.report(whole("s", max_readers=0))
     assert ["a"] == sources(planner.ask(ask("b")))
+
+
+def test_a_seed_that_reads_no_answer_gets_no_readers(planner: PlannerClient, time: FakeTime) -> None:
+    """It would refuse every lease; the first two heartbeats are given to it to learn its keys."""
+    planner.report(whole("s", has_lease_keys=False))
+    assert ["s"] == sources(planner.ask(ask("early")))
+    time.now += 10.0
+    planner.report(whole("s", has_lease_keys=False))
+    assert "holds no lease keys" in str(planner.instance("s").quarantined)
+    assert "s" not in sources(planner.ask(ask("late")))
+
+
+def test_a_seed_that_reads_the_answers_again_gets_readers(planner: PlannerClient, time: FakeTime) -> None:
+    """With its next report, and not only once a quarantine is over."""
+    planner.report(whole("s", has_lease_keys=False))
+    time.now += 10.0
+    planner.report(whole("s", has_lease_keys=False))
+    planner.report(whole("s"))
+    assert planner.instance("s").quarantined is None
+    assert ["s"] == sources(planner.ask(ask("a")))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 
+import httpx
 import pytest
 
+from rfork.control.client import PlannerClient
+from rfork.control.lease import derive_key
 from rfork.errors import LayoutMismatch, LeaseRefused, SourceBusy, SourceChanged, TransportUnusable
 from rfork.image.memory import Image
 from rfork.peer.answers import PeerHost
@@ -16,7 +20,8 @@ from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
 from rfork.transport.base import Gate
 from rfork.transport.memory import MemoryExporter, MemoryNetwork, MemoryTransport
-from rfork.wire import Rank
+from rfork.wire import InstanceAck, Rank
+from tests.unit.fork.fleet import FORK_ID, SECRET, lease
 from tests.unit.seed.seeds import IMAGE, LAYOUT_ID, made, token
 
 
@@ -172,3 +177,28 @@ def test_a_seed_that_no_transport_can_export_does_not_start() -> None:
     """The first one's error says why; nothing stays open."""
     with pytest.raises(TransportUnusable, match="cuda_ipc: not for this image"):
         offering(Unusable("cuda_ipc"), Unusable("shared_memory")).start()
+
+
+def test_leases_end_by_the_planners_time() -> None:
+    """A seed whose clock is an hour fast takes the leases that its planner signs, and no others."""
+    hour_s, name = 3600.0, "seed-1"
+    acknowledgement = InstanceAck(
+        heartbeat_s=hour_s, lease_keys=(derive_key(SECRET, name),), unix_s=time.time() - hour_s
+    )
+    answer = httpx.Response(200, content=acknowledgement.model_dump_json())
+    planner = PlannerClient("http://p", transport=httpx.MockTransport(lambda _: answer))
+    seed = Seed(
+        IMAGE,
+        Identity("model", instance_id=name),
+        Settings(host="node"),
+        [MemoryTransport(MemoryNetwork())],
+        manifest=seal(IMAGE),
+        planner=planner,
+        serve_peer=MemoryPeers().service,
+    )
+    with seed:
+        assert seed.wait_acknowledged(60.0)
+        assert FORK_ID == seed.check(lease(seed, lives_s=30.0 - hour_s).token)
+        with pytest.raises(LeaseRefused, match="expired"):
+            seed.check(lease(seed, lives_s=-30.0 - hour_s).token)
+        assert hour_s == pytest.approx(seed.report().clock_skew_s, abs=60.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.hooks.keda import credentials
-from planner.hooks.keda.credentials import Files
+from rfork import grpc_credentials as credentials
+from rfork.grpc_credentials import Files
 from rfork.settings import TlsSettings
 
 

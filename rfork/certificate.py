@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import ssl
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
+
+UTC_TIME: Final = 0x17
+"""Tag of a time whose year has two digits, as those before 2050 have."""
 
 
 def expires_at(certificate: Path, key: Path) -> float:
@@ -46,3 +53,43 @@ def authority_expires_at(authorities: Path) -> float:
     if not ends:
         raise ssl.SSLError(f"{authorities} holds no certificate of an authority")
     return min(ends)
+
+
+def not_after(certificate: Path) -> float:
+    """Return the end of the first certificate of a PEM file, past or not, in seconds since the epoch.
+
+    Raises OSError where the file cannot be read, and ValueError where it holds no certificate.
+    """
+    found = re.search(
+        "-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", certificate.read_text("ascii"), re.DOTALL
+    )
+    if found is None:
+        raise ValueError(f"{certificate} holds no certificate")
+    try:
+        return _not_after(memoryview(ssl.PEM_cert_to_DER_cert(found[0])))
+    except IndexError as error:
+        raise ValueError(f"{certificate}: the certificate is cut short") from error
+
+
+def _not_after(der: memoryview) -> float:
+    """Return `notAfter` of a certificate (RFC 5280, section 4.1)."""
+    fields = list(_parts(next(_parts(next(_parts(der))[1]))[1]))
+    if fields[0][0] == 0xA0:  # the version, which may be left out
+        del fields[0]
+    _, validity = fields[3]
+    kind, text = list(_parts(validity))[1]
+    shown = bytes(text).decode("ascii").removesuffix("Z")
+    form = "%y%m%d%H%M%S" if kind == UTC_TIME else "%Y%m%d%H%M%S"
+    return datetime.strptime(shown, form).replace(tzinfo=UTC).timestamp()
+
+
+def _parts(der: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Tag and content of each value in turn."""
+    at = 0
+    while at < len(der):
+        tag, size, at = der[at], der[at + 1], at + 2
+        if size & 0x80:
+            count = size & 0x7F
+            size, at = int.from_bytes(der[at : at + count], "big"), at + count
+        yield tag, der[at : at + size]
+        at += size

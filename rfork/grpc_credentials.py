@@ -1,4 +1,4 @@
-"""TLS of the scaler's port, out of ``RFORK_TLS_*``; a renewed certificate counts from the next connection."""
+"""TLS of gRPC servers, out of ``RFORK_TLS_*``; a renewed certificate counts from the next connection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rfork.settings import TlsSettings
 
 Files = tuple[bytes, bytes, bytes | None]
 """Key, certificate chain and authorities."""
-CANNOT: Final = "the scaler's TLS files (RFORK_TLS_*) cannot be used"
+CANNOT: Final = "the TLS files (RFORK_TLS_*) cannot be used"
 PEM: Final = "RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY are PEM files that go together, RFORK_TLS_CA is one too"
 
 
@@ -50,7 +50,7 @@ class _Renewal:
         except OSError as error:
             # Half of a renewal, for example: a certificate that does not go with the key yet.
             if str(error) != self._trouble:  # not at each handshake
-                logger("planner.hooks.keda").warning(CANNOT, reason=str(error), used="those read before")
+                logger("rfork.tls").warning(CANNOT, reason=str(error), used="those read before")
             self._trouble = str(error)
             return None
         self._trouble = ""

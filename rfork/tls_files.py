@@ -1,0 +1,169 @@
+"""TLS contexts out of `TlsSettings`, for every server and client of this process that uses sockets.
+
+The files may be replaced while the process runs, as certificates are renewed.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from math import floor
+from pathlib import Path
+from typing import Final
+
+from rfork.certificate import not_after
+from rfork.errors import SettingsError
+from rfork.logs import logger
+from rfork.settings import TlsSettings
+
+SOON_S: Final = 14 * 86400.0
+"""A certificate that ends within this time is warned of."""
+REMIND_S: Final = 3600.0
+
+Version = tuple[tuple[int, ...] | None, ...]
+
+
+class CurrentContext:
+    """The TLS context of this process's files as they are now. Call it for each connection. Thread-safe.
+
+    Files that cannot be used (half of a renewal, for example) leave the context before in use. The
+    constructor raises what `make` raises.
+    """
+
+    def __init__(
+        self,
+        tls: TlsSettings,
+        make: Callable[[TlsSettings], ssl.SSLContext],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._tls = tls
+        self._make = make
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._log = logger("rfork.tls")
+        self._warned_at = 0.0
+        self._version = files_version(tls)
+        self._context = make(tls)
+        self._warn_of_end()
+
+    def __call__(self) -> ssl.SSLContext:
+        """Return the context for a new connection."""
+        with self._lock:
+            version = files_version(self._tls)
+            if version != self._version:
+                self._version = version
+                self._make_again()
+            self._warn_of_end()
+            return self._context
+
+    def _make_again(self) -> None:
+        try:
+            self._context = self._make(self._tls)
+        except (SettingsError, OSError) as error:
+            self._log.warning("TLS files cannot be used, keeping those read before", reason=str(error))
+            return
+        self._warned_at = 0.0
+        self._log.info("TLS files read again", certificate=str(self._tls.certificate))
+
+    def _warn_of_end(self) -> None:
+        now = self._clock()
+        if self._tls.certificate is None or now - self._warned_at < REMIND_S:
+            return
+        self._warned_at = now
+        try:
+            left_s = not_after(self._tls.certificate) - now
+        except (OSError, ValueError):
+            return  # half of a renewal
+        if left_s <= 0:
+            self._log.error(
+                "certificate has expired", certificate=str(self._tls.certificate), hint="renew it now"
+            )
+        elif left_s < SOON_S:
+            self._log.warning(
+                "certificate expires soon",
+                certificate=str(self._tls.certificate),
+                days=floor(left_s / 86400),
+                hint="renew it; the file is read again by itself",
+            )
+
+
+def server_context(tls: TlsSettings) -> ssl.SSLContext | None:
+    """What a server of this process speaks TLS with; None: it speaks plain TCP.
+
+    With `tls.ca`, clients must show a certificate of that authority (mTLS). Raises SettingsError
+    when a file cannot be used. Files that are replaced count from the next connection on.
+    """
+    if not tls.serves:
+        return None
+    return serve_current(_server_context(tls), CurrentContext(tls, _server_context))
+
+
+def _server_context(tls: TlsSettings) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    _show_certificate(context, tls)
+    if tls.ca is not None:
+        _trust(context, tls)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def client_context(tls: TlsSettings) -> ssl.SSLContext:
+    """What a client of this process speaks TLS with; it always checks the server's certificate.
+
+    Trusts `tls.ca` alone when set, else the system's authorities. Shows `tls.certificate` when set.
+    Raises SettingsError when a file cannot be used.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if tls.ca is not None:
+        _trust(context, tls)
+    else:
+        context.load_default_certs()
+    if tls.certificate is not None:
+        _show_certificate(context, tls)
+    return context
+
+
+def _show_certificate(context: ssl.SSLContext, tls: TlsSettings) -> None:
+    if tls.certificate is None or tls.key is None:
+        raise SettingsError("RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY go together: set both or neither")
+    try:
+        context.load_cert_chain(tls.certificate, tls.key)
+    except OSError as error:  # ssl.SSLError is one
+        pair = f"{tls.certificate} with {tls.key}"
+        raise SettingsError(f"RFORK_TLS_CERTIFICATE: cannot use {pair}: {error}") from error
+
+
+def _trust(context: ssl.SSLContext, tls: TlsSettings) -> None:
+    try:
+        context.load_verify_locations(cafile=tls.ca)
+    except OSError as error:
+        raise SettingsError(f"RFORK_TLS_CA: cannot use {tls.ca}: {error}") from error
+
+
+def serve_current(context: ssl.SSLContext, current: CurrentContext) -> ssl.SSLContext:
+    """Have a server's context use the files as they are at each handshake; returns the context."""
+
+    def choose(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, _: ssl.SSLContext) -> None:
+        # At this time of the handshake neither certificate nor authorities have been used yet.
+        connection.context = current()
+
+    context.sni_callback = choose
+    return context
+
+
+def files_version(tls: TlsSettings) -> Version:
+    """Return what changes whenever one of the files does."""
+    return tuple(file_version(path) for path in (tls.certificate, tls.key, tls.ca) if path is not None)
+
+
+def file_version(path: Path) -> tuple[int, ...] | None:
+    """Return what changes whenever the file does; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

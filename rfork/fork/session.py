@@ -39,6 +39,7 @@ from rfork.fork.stopwatch import Stopwatch
 from rfork.image.board import ChunkBoard
 from rfork.image.capture import capture
 from rfork.image.memory import Image
+from rfork.image.writability import check_writable
 from rfork.logs import logger
 from rfork.peer.base import Dial
 from rfork.peer.server import PeerServer, ServePeer
@@ -120,6 +121,7 @@ class ForkSession:
                 raise UnsupportedTensor(
                     "(all)", "the module has no tensor with bytes, so there is nothing to fork"
                 )
+            check_writable(image)
             derived = Derived(self._module, image) if self._fallbacks else None
             log.debug("captured", model=self._identity.model, layout=image.layout.layout_id)
         board = ChunkBoard(image.layout.chunks)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rfork.errors import CheckpointError, RforkError
 from rfork.image import ranges
 from rfork.image.strides import span_of
+from rfork.image.writability import first_overlap, raise_read_only, read_only_mappings
 from rfork.storage.formats.safetensors_source import SafetensorsSource
 from rfork.storage.modules.state import SelfLoading, registered_state, self_loading
 from rfork.storage.tensors import TensorSource
@@ -61,6 +62,14 @@ class Assignment:
         """The stored names that `self_loading` get."""
         prefixes = tuple(own.prefix for own in self.self_loading)
         return [name for name in names_of(source) if name.startswith(prefixes)] if prefixes else []
+
+    def check_writable(self) -> None:
+        """Raise TargetError where a tensor lies in memory that is mapped read-only."""
+        protected = read_only_mappings()
+        for name, tensor in (*self.direct.items(), *self.staged.items()):
+            is_host = tensor.is_cpu and tensor.numel() > 0 and _is_plain(tensor)
+            if is_host and first_overlap([extent_of(tensor)], protected) is not None:
+                raise_read_only(name)
 
     def fill(self, source: TensorSource, progress: OnBytes | None = None) -> None:
         """Read `direct` and `staged`, none of which may be on the meta device."""

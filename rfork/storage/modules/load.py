@@ -17,6 +17,7 @@ from rfork.errors import CheckpointError, SettingsError, UnsupportedTensor
 from rfork.image.capture import capture
 from rfork.image.memory import Image
 from rfork.image.walk import named_tensors
+from rfork.image.writability import check_writable
 from rfork.settings import StorageSettings
 from rfork.storage.blob import Blob
 from rfork.storage.formats.choice import open_source
@@ -91,7 +92,7 @@ def load(
 
     Raises, before a byte is written, CheckpointError where names or shapes do not fit, or a tensor would stay
     without memory; StorageError kinds where storage fails: the module's content is then undefined.
-    SettingsError for what is no module, device or URI.
+    SettingsError for what is no module, device or URI; TargetError for tensors in read-only memory.
     """
     began = time.monotonic()
     chosen = settings or options.load(StorageSettings)
@@ -105,6 +106,7 @@ def load(
         if snapshot is not None:
             image, held = snapshot
             with closing(held):
+                check_writable(image)
                 held.fill(image, progress=progress)
             nbytes, count = image.layout.image_bytes, len(image.layout.tensors)
             return LoadReport(source.uri, nbytes, time.monotonic() - began, count, verified=True)
@@ -114,6 +116,7 @@ def load(
         if strict:
             assigned.require_all()
         assigned.check_memory()
+        assigned.check_writable()
         without = _without_memory(module, assigned)
         missing, unexpected = assigned.load_own(source, strict=strict, progress=progress)
         restore = partial(restored, source, uri, device, chosen, progress)

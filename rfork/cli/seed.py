@@ -39,9 +39,10 @@ def seed(
             err.print(
                 "[yellow]warning:[/] no planner is set, so no fork will find this seed (set RFORK_PLANNER)"
             )
-        with loading(f"load {model_name(folder, name)}"):
+        model = model_name(folder, name)
+        with loading(f"load {model}"):
             module = loaded_model(folder)
-        with engine.seed(module, model=model_name(folder, name), settings=chosen) as giving:
+        with engine.seed(module, model=model, settings=chosen) as giving:
             if chosen.planner is not None and not giving.wait_acknowledged(chosen.planner_timeout_s):
                 err.print(f"[yellow]warning:[/] {chosen.planner} does not answer yet; trying on")
             report, stopped = giving.report(), stopped_by_signal()

@@ -159,6 +159,8 @@ class RestClient:
             reason = str(error) or type(error).__name__
         message = f"planner {self.url} cannot be reached: {reason}"
         hint = "start it (`rfork planner`), or correct RFORK_PLANNER"
+        if "WRONG_VERSION_NUMBER" in reason:
+            hint = f"a server without TLS answers there: use http://{httpx.URL(self.url).netloc.decode()}"
         return PlannerUnreachable(message, hint=hint, silent=isinstance(error, httpx.ReadTimeout))
 
     def not_a_planner(self, method: str, path: str, status: int, reason: str) -> PlannerRefused:
@@ -231,8 +233,12 @@ def _ssl_context(tls: TlsSettings | None) -> ssl.SSLContext:
     """Trust `tls.ca` (else this machine's authorities) and show `tls.certificate` if there is one."""
     try:
         context = ssl.create_default_context(cafile=tls.ca if tls else None)
+    except OSError as error:
+        raise SettingsError(f"RFORK_TLS_CA: cannot use {tls.ca if tls else None}: {error}") from error
+    try:
         if tls and tls.certificate and tls.key:
             context.load_cert_chain(tls.certificate, tls.key)
-    except (OSError, ssl.SSLError) as error:
-        raise SettingsError(f"the TLS files of the planner client cannot be used: {error}") from error
+    except OSError as error:  # ssl.SSLError is one
+        pair = f"{tls.certificate} with {tls.key}" if tls else ""
+        raise SettingsError(f"RFORK_TLS_CERTIFICATE: cannot use {pair}: {error}") from error
     return context

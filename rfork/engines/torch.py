@@ -10,7 +10,16 @@ from torch import nn
 
 from rfork import settings as options
 from rfork.control.client import PlannerClient
-from rfork.errors import UnsupportedTensor
+from rfork.engines.call_checks import (
+    check_callable,
+    check_deadline,
+    check_model_name,
+    check_module,
+    check_patterns,
+    check_rank,
+    check_uri,
+)
+from rfork.errors import SettingsError, UnsupportedTensor
 from rfork.fork.fallback import Fallback, checkpoint_fallback, loader_fallback, snapshot_fallback
 from rfork.fork.progress import OnProgress
 from rfork.fork.report import ForkReport
@@ -51,7 +60,8 @@ def fork(
     weights, the planner elects one of those that wait to read them, for all: this one may be it, and
     `ForkReport.storage_bytes` says what it read. A loader is run on the calling thread. With the
     setting `cold_start` ``own`` nobody is waited for. When nothing else works, or the deadline
-    passed, each of these ways is tried here in that order.
+    passed, each of these ways is tried here in that order. A loader has to fill all parameters and
+    persistent buffers. With the setting `required`, `checkpoint` and `loader` are not used.
 
     `planner` (URL) and `deadline` (seconds) override `settings`, which are those of the environment where
     none are given. `rank` says which part of a model this process holds; without one, all of it. Tensors
@@ -61,6 +71,12 @@ def fork(
     Raises NothingLeft when nothing worked, and UserError kinds for what the caller got wrong; the
     module's content is then undefined. It is never half filled and returned as a success.
     """
+    check_module(module)
+    check_deadline(deadline)
+    for name, uri in (("snapshot", snapshot), ("checkpoint", checkpoint), ("planner", planner)):
+        check_uri(name, uri)
+    for name, function in (("loader", loader), ("on_progress", on_progress)):
+        check_callable(name, function)
     ways = []
     if checkpoint is not None:
         ways.append(checkpoint_fallback(checkpoint, options.load(StorageSettings)))
@@ -89,9 +105,21 @@ def run_fork(
     settings: Settings,
     on_progress: OnProgress | None,
 ) -> ForkReport:
-    """As `fork`, for rooms of engines: what follows the snapshot is given as `ways`, best first."""
-    fallbacks = list(ways)
-    if (named := snapshot or settings.snapshot) is not None:
+    """As `fork`, for rooms of engines: what follows the snapshot is given as `ways`, best first.
+
+    With the setting `required` only the snapshot does.
+    """
+    check_model_name(model)
+    check_rank(rank)
+    check_patterns(exclude)
+    named = snapshot or settings.snapshot
+    if settings.required and settings.planner is None and named is None:
+        raise SettingsError(
+            "neither a planner nor a snapshot is set, and RFORK_REQUIRED is",
+            hint="set RFORK_PLANNER or RFORK_SNAPSHOT",
+        )
+    fallbacks = [] if settings.required else list(ways)
+    if named is not None:
         fallbacks.insert(0, snapshot_fallback(named, exclude, rank, options.load(StorageSettings)))
     return ForkSession(
         module,
@@ -133,6 +161,11 @@ def seed(
     Raises UnsupportedTensor for a tensor that has no bytes to give, and where there is none at all; PortInUse
     where a port of the settings is taken. A planner that does not answer is no error: it is told later.
     """
+    check_module(module)
+    check_model_name(model)
+    check_rank(rank)
+    check_patterns(exclude)
+    check_uri("planner", planner)
     chosen = settings_of(settings, planner=planner)
     image = capture(module, exclude=exclude)
     if not image.layout.image_bytes:
@@ -149,8 +182,10 @@ def seed(
 
 
 def settings_of(settings: Settings | None, **overrides: object) -> Settings:
-    """These settings, or those of the environment, with what was given (not None) on top."""
+    """These settings, or those of the environment, with what was given (not None) on top.
+
+    Raises SettingsError for a value that cannot be used, also of settings that were made without a check.
+    """
     if settings is None:
         return options.load(Settings, **overrides)
-    given = {name: value for name, value in overrides.items() if value is not None}
-    return settings.model_copy(update=given)
+    return options.checked(Settings, settings, **overrides)

@@ -32,7 +32,7 @@ from rfork.storage.base import Storage
 from rfork.storage.checkpoints.checkpoint import Checkpoint
 from rfork.storage.checkpoints.pieces import CheckpointChunks, NotByteForByte
 from rfork.storage.location import Location
-from rfork.storage.modules.assignment import extent_of, is_dense
+from rfork.storage.modules.extents import extent_of, is_dense
 from rfork.storage.modules.state import registered_state, self_loading
 from rfork.storage.snapshots.files import place_of
 from rfork.storage.snapshots.snapshot import Snapshot
@@ -41,6 +41,7 @@ from rfork.wire import Rank
 log = logger(__name__)
 ANOTHER_WAY: Final = "start a seed, or give a checkpoint folder to fall back to"
 """What to do where no failure says so itself."""
+MEND_THE_FALLBACK: Final = "correct what the last reason names, or start a seed"
 _text: Final[TypeAdapter[str]] = TypeAdapter(Text)
 
 Loader = Callable[[nn.Module], None]
@@ -210,7 +211,7 @@ def load_clean(module: nn.Module, derived: Derived | None, way: Fallback) -> Non
     except RforkError:
         raise
     except Exception as error:  # the caller's loader may raise anything
-        raise UserError(f"{way.name}: {type(error).__name__}: {error}") from error
+        raise UserError(f"{way.name}: {_one_line(error)}") from error
     if poison is not None and (left := poison.left(registered_state(module))):
         raise UserError(
             f"{way.name} did not fill {left[0]} ({len(left)} such)",
@@ -249,8 +250,15 @@ def fall_back(
     raise NothingLeft(
         f"no way to get the weights is left: {told}",
         failures,
-        hint=next((error.hint for error in reversed(failures) if error.hint), ANOTHER_WAY),
+        hint=_advice(failures, tried=bool(ways)),
     )
+
+
+def _advice(failures: Sequence[RforkError], *, tried: bool) -> str:
+    """What to do: the hint of the last failure that has one, or of a fallback that does not fit its own."""
+    if tried and failures and isinstance(failures[-1], UserError):
+        return failures[-1].hint or MEND_THE_FALLBACK
+    return next((error.hint for error in reversed(failures) if error.hint), ANOTHER_WAY)
 
 
 def _told(uri: str) -> str:
@@ -272,12 +280,16 @@ def _loadable(module: nn.Module) -> dict[str, torch.Tensor]:
         state = module.state_dict(keep_vars=True)
         objects = {id(value) for value in state.values()}
     except Exception as error:  # a module's own code may raise anything
-        raise UserError(f"the module's state_dict() raised {type(error).__name__}: {error}") from error
+        raise UserError(f"the module's state_dict() raised {_one_line(error)}") from error
     return {
         name: tensor
         for name, tensor in registered_state(module).items()
         if name in state or id(tensor) in objects
     }
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _with_bytes(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

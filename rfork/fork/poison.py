@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from rfork.image.walk import plain_tensors
-from rfork.storage.modules.assignment import is_dense, overlaps_itself
+from rfork.storage.modules.extents import is_dense, overlaps_itself
 
 BLOCK = 8
 """Bytes in a row that are enough to know the poison by, in tensors that may hold any bytes."""

@@ -7,18 +7,23 @@ state itself (an override, a hook) gets its stored tensors through its own `load
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rfork.errors import CheckpointError, RforkError
-from rfork.image import ranges
-from rfork.image.strides import span_of
 from rfork.image.writability import first_overlap, raise_read_only, read_only_mappings
 from rfork.storage.formats.safetensors_source import SafetensorsSource
+from rfork.storage.modules.extents import (
+    extent_of,
+    has_plain_bytes,
+    is_dense,
+    overlapping,
+    overlaps_itself,
+    uncovered,
+)
 from rfork.storage.modules.state import SelfLoading, registered_state, self_loading
 from rfork.storage.tensors import TensorSource
 
@@ -67,7 +72,7 @@ class Assignment:
         """Raise TargetError where a tensor lies in memory that is mapped read-only."""
         protected = read_only_mappings()
         for name, tensor in (*self.direct.items(), *self.staged.items()):
-            is_host = tensor.is_cpu and tensor.numel() > 0 and _is_plain(tensor)
+            is_host = tensor.is_cpu and tensor.numel() > 0 and has_plain_bytes(tensor)
             if is_host and first_overlap([extent_of(tensor)], protected) is not None:
                 raise_read_only(name)
 
@@ -205,91 +210,6 @@ def copy_into(uri: str, name: str, tensor: torch.Tensor, value: torch.Tensor) ->
         ) from error
 
 
-def geometry_of(tensor: torch.Tensor) -> object:
-    """A value that is equal for two tensors which are the same elements of the same memory."""
-    if tensor.is_meta or not tensor.numel() or not _is_plain(tensor):
-        return id(tensor)
-    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    return tensor.device, tensor.data_ptr(), tensor.dtype, shape, stride, tensor.is_conj(), tensor.is_neg()
-
-
-def uncovered(
-    names: Iterable[str], state: Mapping[str, torch.Tensor], filled: Sequence[torch.Tensor]
-) -> list[str]:
-    """Those of `names` that are not filled as others are: neither one of them nor within their memory."""
-    same = {geometry_of(tensor) for tensor in filled}
-    dense: dict[torch.device, list[ranges.Range]] = {}
-    for tensor in filled:
-        if not tensor.is_meta and tensor.numel() and _is_plain(tensor) and is_dense(tensor):
-            dense.setdefault(tensor.device, []).append(extent_of(tensor))
-    merged = {device: ranges.normalise(parts) for device, parts in dense.items()}
-    left: list[str] = []
-    for name in names:
-        tensor = state.get(name)
-        if tensor is not None and geometry_of(tensor) in same:
-            continue
-        if tensor is not None and not tensor.is_meta and tensor.numel() and _is_plain(tensor):
-            begin, end = extent_of(tensor)
-            if any(first <= begin and end <= last for first, last in merged.get(tensor.device, ())):
-                continue
-            if _is_written(tensor, filled):
-                continue
-        left.append(name)
-    return left
-
-
-def _is_written(tensor: torch.Tensor, filled: Sequence[torch.Tensor]) -> bool:
-    """Whether each element is one of those that are filled: exact, for the few that are not dense."""
-    storage, size = tensor.untyped_storage(), tensor.itemsize
-    written = torch.zeros(storage.nbytes() // size, dtype=torch.bool)
-    for other in filled:
-        if (
-            _is_plain(other)
-            and other.itemsize == size
-            and other.device == tensor.device
-            and other.untyped_storage().data_ptr() == storage.data_ptr()
-        ):
-            written.as_strided(other.shape, other.stride(), other.storage_offset()).fill_(True)
-    return bool(written.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).all())
-
-
-def extent_of(tensor: torch.Tensor) -> ranges.Range:
-    """The addresses from a strided tensor's first byte to the end of its last."""
-    begin = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return begin, begin + tensor.nbytes
-    return begin, begin + span_of(tensor.shape, tensor.stride(), tensor.itemsize)
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill its extent, each byte once."""
-    if tensor.is_contiguous():
-        return True
-    return not overlaps_itself(tensor) and extent_of(tensor)[1] - tensor.data_ptr() == tensor.nbytes
-
-
-def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements may be the same memory, as in an expanded tensor."""
-    reach = 0
-    for step, size in sorted(
-        (step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
-    ):
-        if step <= reach:
-            return True
-        reach += (size - 1) * step
-    return False
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it has bytes of its own in memory, laid out by strides."""
-    return (
-        (type(tensor) in (torch.Tensor, nn.Parameter) or not is_traceable_wrapper_subclass(tensor))
-        and tensor.layout is torch.strided
-        and (tensor.is_cpu or tensor.is_cuda)
-        and not tensor.is_quantized
-    )
-
-
 def _fitted(name: str, tensor: torch.Tensor, source: TensorSource) -> torch.Tensor:
     """The tensor, seen in the shape in which it is stored. Raises CheckpointError where it does not fit."""
     place = source.places[name] if isinstance(source, SafetensorsSource) else source.specs[name]
@@ -313,7 +233,7 @@ def _split(
     for name, tensor in tensors.items():
         if tensor.is_meta or not tensor.numel():
             direct[name] = tensor
-        elif not _is_plain(tensor):
+        elif not has_plain_bytes(tensor):
             staged.add(name)
         else:
             if not tensor.is_contiguous() and overlaps_itself(tensor):
@@ -327,7 +247,7 @@ def _split(
     order = {name: turn for turn, name in enumerate(tensors)}
     for line in extents.values():
         line.sort()
-        for group in _overlapping(line):
+        for group in overlapping(line):
             if len({(begin, end) for begin, end, _ in group}) == 1 and all(
                 name not in staged and is_dense(tensors[name]) for *_, name in group
             ):
@@ -343,29 +263,16 @@ def _split(
     )
 
 
-def _overlapping(line: Sequence[tuple[int, int, str]]) -> Iterable[Sequence[tuple[int, int, str]]]:
-    """The sets, of two or more, of extents that overlap; `line` is sorted."""
-    first, reached = 0, -1
-    for index, (begin, end, _) in enumerate(line):
-        if begin >= reached:
-            if index - first > 1:
-                yield line[first:index]
-            first = index
-        reached = max(reached, end)
-    if len(line) - first > 1:
-        yield line[first:]
-
-
 def _shared(state: Mapping[str, torch.Tensor], own: Sequence[SelfLoading]) -> str | None:
     """Why these cannot be loaded apart from the rest: they share memory with it, or are parts of it twice."""
     prefixes = tuple(one.prefix for one in own)
     line: dict[torch.device, list[tuple[int, int, str]]] = {}
     for name, tensor in state.items():
-        if not tensor.is_meta and tensor.numel() and _is_plain(tensor):
+        if not tensor.is_meta and tensor.numel() and has_plain_bytes(tensor):
             line.setdefault(tensor.device, []).append((*extent_of(tensor), name))
     for extents in line.values():
         extents.sort()
-        for group in _overlapping(extents):
+        for group in overlapping(extents):
             inside = [name.startswith(prefixes) for *_, name in group]
             if any(inside) and not all(inside):
                 return own[0].why

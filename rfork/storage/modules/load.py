@@ -23,7 +23,7 @@ from rfork.storage.blob import Blob
 from rfork.storage.formats.choice import open_source
 from rfork.storage.formats.converting import as_stored
 from rfork.storage.formats.safetensors_source import SafetensorsSource
-from rfork.storage.modules.arguments import check_device
+from rfork.storage.modules.arguments import check_device, check_load
 from rfork.storage.modules.assignment import Assignment, assign, assign_state, copy_into
 from rfork.storage.modules.no_init import as_parameter
 from rfork.storage.modules.restoring import restored, snapshot_of
@@ -95,7 +95,8 @@ def load(
     SettingsError for what is no module, device or URI; TargetError for tensors in read-only memory.
     """
     began = time.monotonic()
-    chosen = settings or options.load(StorageSettings)
+    check_load(rank, dtype)
+    chosen = options.load(StorageSettings) if settings is None else options.checked(StorageSettings, settings)
     if not issubclass(type(module), nn.Module):
         what = type(module).__name__
         raise SettingsError(f"load fills a module, not a {what}", hint="load_tensors gives tensors by name")

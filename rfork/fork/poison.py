@@ -80,7 +80,7 @@ class Poison:
         if memory.numel() < BLOCK:  # which may be the loader's by chance
             return not written and torch.equal(memory, row[: memory.numel()])
         blocks = memory[: memory.numel() // BLOCK * BLOCK].view(-1, BLOCK)
-        return any(bool((part == row).all(1).any()) for part in blocks.split(STEP // BLOCK))
+        return any(bool((part == row).all(1).any()) for part in torch.split(blocks, STEP // BLOCK))
 
     def _row(self, device: torch.device) -> torch.Tensor:
         return torch.tensor(list(self._block), dtype=torch.uint8, device=device)
@@ -130,7 +130,7 @@ def _parts(elements: torch.Tensor) -> Iterator[torch.Tensor]:
         yield elements
         return
     rows = max(1, STEP * elements.shape[0] // elements.nbytes)
-    for part in elements.split(rows):
+    for part in torch.split(elements, rows):
         yield from _parts(part[0]) if part.nbytes > STEP and part.shape[0] == 1 else (part,)
 
 

@@ -6,7 +6,7 @@ Runs on the target. The order of design section 4, in one place.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from uuid import uuid4
 
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from rfork.control.client import PlannerClient
 from rfork.errors import (
     DeadlinePassed,
+    EngineMismatch,
     ForkFailed,
     NetworkError,
     NoSource,
@@ -78,8 +79,12 @@ class ForkSession:
         exclude: Sequence[str] = (),
         serve_peer: ServePeer = PeerServer,
         tracer: Tracer | None = None,
+        on_filled: Callable[[], None] | None = None,
     ) -> None:
-        """`tracer`: this process's, unless it is given. Raises what `rfork.tracing.tracer` raises."""
+        """`on_filled` is called once the transfer has filled the module, before this instance is a seed. If
+        it raises EngineMismatch, the fallbacks are tried. `tracer`: this process's, unless it is given. Raises
+        what `rfork.tracing.tracer` raises.
+        """
         self._module = module
         self._identity = identity
         self._settings = settings
@@ -90,6 +95,7 @@ class ForkSession:
         self._on_progress = on_progress
         self._exclude = exclude
         self._serve_peer = serve_peer
+        self._on_filled = on_filled
         self._fork_id = uuid4().hex
         self._tracer = tracer or process_tracer()
         self._watch = Stopwatch(self._tracer)
@@ -168,10 +174,12 @@ class ForkSession:
         replacing = Replacing(image, seed, keeper, derived, self._exclude)
         try:
             self._pull(image, board, seed, keeper, derived, reasons, replacing)
+            if self._on_filled is not None:
+                self._on_filled()
         except Rebound as loaded:
             way = loaded.way
             reasons.extend(self._sent_by)
-        except (ForkFailed, NetworkError, DeadlinePassed) as error:
+        except (ForkFailed, NetworkError, DeadlinePassed, EngineMismatch) as error:
             reasons.append(error)
             keeper.halt()
             # Whoever reads from this relay must not see what the fallback writes over it.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rfork.image import ranges
 from rfork.image.strides import span_of
+from rfork.image.walk import PLAIN_TENSORS
 
 
 def geometry_of(tensor: torch.Tensor) -> object:
@@ -32,14 +32,14 @@ def uncovered(
     merged = {device: ranges.normalise(parts) for device, parts in dense.items()}
     left: list[str] = []
     for name in names:
-        tensor = state.get(name)
-        if tensor is not None and geometry_of(tensor) in same:
+        missing = state.get(name)
+        if missing is not None and geometry_of(missing) in same:
             continue
-        if tensor is not None and not tensor.is_meta and tensor.numel() and has_plain_bytes(tensor):
-            begin, end = extent_of(tensor)
-            if any(first <= begin and end <= last for first, last in merged.get(tensor.device, ())):
+        if missing is not None and not missing.is_meta and missing.numel() and has_plain_bytes(missing):
+            begin, end = extent_of(missing)
+            if any(first <= begin and end <= last for first, last in merged.get(missing.device, ())):
                 continue
-            if _is_written(tensor, filled):
+            if _is_written(missing, filled):
                 continue
         left.append(name)
     return left
@@ -89,8 +89,9 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 def has_plain_bytes(tensor: torch.Tensor) -> bool:
     """Whether it has bytes of its own in memory, laid out by strides."""
+    wraps: bool = type(tensor) not in PLAIN_TENSORS and is_traceable_wrapper_subclass(tensor)
     return (
-        (type(tensor) in (torch.Tensor, nn.Parameter) or not is_traceable_wrapper_subclass(tensor))
+        not wraps
         and tensor.layout is torch.strided
         and (tensor.is_cpu or tensor.is_cuda)
         and not tensor.is_quantized

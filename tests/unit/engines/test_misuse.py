@@ -50,7 +50,7 @@ COMMON: dict[str, tuple[dict[str, Any], str]] = {
     "a planner that is none": ({"planner": 5}, "planner is a path or a URI, not a int"),
     "settings that are none": ({"settings": {"planner": NOWHERE}}, "settings is an object of rfork.Settings"),
     "settings that were not checked": (
-        {"settings": Settings.model_construct(drain_s="long", planner=NOWHERE)},
+        {"settings": Settings.model_construct(**{"drain_s": "long", "planner": NOWHERE})},
         "RFORK_DRAIN_S: .* number",
     ),
 }
@@ -123,8 +123,9 @@ def test_a_seed_refuses(name: str) -> None:
 def test_a_load_refuses(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     """So is every one in a call of `rfork.load`."""
     save_file({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path / "model.safetensors")
+    given: dict[str, Any] = {"module": nn.Linear(2, 2), "uri": tmp_path / "model.safetensors"} | changed
     with pytest.raises(SettingsError, match=message) as caught:
-        rfork.load(**({"module": nn.Linear(2, 2), "uri": tmp_path / "model.safetensors"} | changed))
+        rfork.load(**given)
     assert "\n" not in str(caught.value)
 
 

@@ -175,7 +175,8 @@ def content_of(module: nn.Module, chosen: dict[int, str], unexpected: bool) -> d
 
 def fill(module: nn.Module, value: int) -> None:
     for tensor in itertools.chain(module.parameters(), module.buffers()):
-        tensor.untyped_storage().fill_(value)
+        memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        memory.fill_(value)
 
 
 def values(module: nn.Module) -> dict[str, list[Any]]:

@@ -106,14 +106,14 @@ def test_an_override_of_loading_is_used(tmp_path: Path) -> None:
 
 def test_what_is_stored_under_another_name_goes_through_the_hook(tmp_path: Path) -> None:
     """A pre-hook that renames what old files hold is called, with the names of the module that has it."""
-    module = nn.Sequential(nn.Linear(2, 2, bias=False))
+    linear = nn.Linear(2, 2, bias=False)
 
     def renamed(state: dict[str, Any], prefix: str, *rest: object) -> None:
         state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
 
-    module[0]._register_load_state_dict_pre_hook(renamed)
-    rfork.load(module, stored(tmp_path, **{"0.kernel": torch.ones(2, 2)}))
-    assert [1.0] * 4 == module[0].weight.flatten().tolist()
+    linear._register_load_state_dict_pre_hook(renamed)
+    rfork.load(nn.Sequential(linear), stored(tmp_path, **{"0.kernel": torch.ones(2, 2)}))
+    assert [1.0] * 4 == linear.weight.flatten().tolist()
 
 
 def test_what_a_module_raises_while_it_loads_is_a_refusal(tmp_path: Path) -> None:

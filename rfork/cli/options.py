@@ -50,5 +50,9 @@ HostOption = Annotated[
 
 
 def model_name(folder: Path, name: str | None) -> str:
-    """The name seeds and forks meet under."""
-    return name or meeting_name(folder)
+    """The name seeds and forks meet under. Raises SettingsError for one that the planner would refuse."""
+    from rfork.engines.call_checks import check_model_name
+
+    chosen = meeting_name(folder) if name is None else name
+    check_model_name(chosen)
+    return chosen

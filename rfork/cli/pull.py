@@ -103,9 +103,10 @@ def pull(
         from rfork.image.capture import capture
         from rfork.image.proof import image_sha256
 
+        model = model_name(folder, name)
         unfilled = Unfilled(folder, files)
         # A fallback that transformers loads writes no bar beside this one.
-        with Bar(f"fork {model_name(folder, name)}") as bar, counted(lambda done, total: None):
+        with Bar(f"fork {model}") as bar, counted(lambda done, total: None):
 
             def show(progress: ForkProgress, image_bytes: int) -> None:
                 verified = ranges.count(progress.verified)
@@ -116,7 +117,7 @@ def pull(
 
             report = engine.run_fork(
                 unfilled.model,
-                model=model_name(folder, name),
+                model=model,
                 rank=None,
                 snapshot=snapshot,
                 ways=unfilled.ways,

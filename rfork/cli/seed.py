@@ -45,14 +45,12 @@ def seed(
             err.print(
                 "[yellow]warning:[/] no planner is set, so no fork will find this seed (set RFORK_PLANNER)"
             )
-        before = version_of_files(folder)
-        with loading(f"load {model_name(folder, name)}"):
+        model, before = model_name(folder, name), version_of_files(folder)
+        with loading(f"load {model}"):
             module = loaded_model(folder)
         # Files that were replaced meanwhile may be either: the weights are then named after their bytes.
         own = before if before == version_of_files(folder) else None
-        with engine.seed(
-            module, model=model_name(folder, name), version=chosen.version or own, settings=chosen
-        ) as giving:
+        with engine.seed(module, model=model, version=chosen.version or own, settings=chosen) as giving:
             if chosen.planner is not None and not giving.wait_acknowledged(chosen.planner_timeout_s):
                 err.print(f"[yellow]warning:[/] {chosen.planner} does not answer yet; trying on")
             report, stopped = giving.report(), stopped_by_signal()

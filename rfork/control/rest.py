@@ -188,6 +188,8 @@ class RestClient:
             reason = str(error) or type(error).__name__
         message = f"planner {self.url} cannot be reached: {reason}"
         hint = _tls_hint(reason) or "start it (`rfork planner`), or correct RFORK_PLANNER"
+        if "WRONG_VERSION_NUMBER" in reason:
+            hint = f"a server without TLS answers there: use http://{httpx.URL(self.url).netloc.decode()}"
         return PlannerUnreachable(message, hint=hint, silent=isinstance(error, httpx.ReadTimeout))
 
     def not_a_planner(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from rfork.engines.instance import ATTRIBUTE, Instance
 from rfork.engines.own_version import CurrentVersion, choose_version, version_of_files
 from rfork.engines.replica import replica_of
 from rfork.engines.traits import Traits
-from rfork.errors import NothingLeft, RforkError, SettingsError, TargetError, WrongVersion
+from rfork.errors import EngineMismatch, NothingLeft, RforkError, SettingsError, TargetError, WrongVersion
 from rfork.fork.fallback import Fallback, engine_fallback, snapshot_fallback
 from rfork.fork.session import ForkSession
 from rfork.logs import logger
@@ -53,6 +53,9 @@ class Subject:
     """Of the hub id."""
 
 
+Rebuild = Callable[[nn.Module], None]
+"""Has an engine's kernels read anew what they made of the weights; changes no tensor."""
+
 Describe = Callable[[], Subject]
 """Says what is brought up; whatever it raises is a reason not to fork."""
 
@@ -79,8 +82,13 @@ class Engine(Protocol):
         ...
 
 
-def bring_up(engine: Engine, describe: Describe, settings: Settings | None = None) -> nn.Module:
+def bring_up(
+    engine: Engine, describe: Describe, settings: Settings | None = None, rebuild: Rebuild | None = None
+) -> nn.Module:
     """A model with its weights: forked where somebody has them, else loaded by the engine; then a seed.
+
+    `rebuild` is called with a model that was filled by a fork or a snapshot, before it is a seed; where it
+    raises, the next way is tried.
 
     Without a planner they come from the snapshot that the settings name; without either, the engine loads.
     Returns the model in the state that the engine's own loader leaves it in; `instance_of` gives its
@@ -96,16 +104,19 @@ def bring_up(engine: Engine, describe: Describe, settings: Settings | None = Non
             )
         log.warning("no planner is set: the engine loads its weights by itself", hint="set RFORK_PLANNER")
         return engine.load()
-    return _BringUp(engine, describe, chosen).run()
+    return _BringUp(engine, describe, chosen, rebuild).run()
 
 
 class _BringUp:
     """One model on its way."""
 
-    def __init__(self, engine: Engine, describe: Describe, settings: Settings) -> None:
+    def __init__(
+        self, engine: Engine, describe: Describe, settings: Settings, rebuild: Rebuild | None
+    ) -> None:
         self._engine = engine
         self._describe = describe
         self._settings = settings
+        self._rebuild = rebuild
         self._made: nn.Module | None = None
         self._traits: Traits | None = None
         self._loading = self._loaded = False
@@ -145,13 +156,27 @@ class _BringUp:
         if module is None or traits is None or seed is None:
             raise NothingLeft("the fork ended without a model", ())
         try:
-            if not self._loading and (changed := traits.apply()):
-                log.info("numbers of the modules taken over", count=changed)
             setattr(module, ATTRIBUTE, Instance(module, seed, report, traits))
         except BaseException:
             seed.close()  # it must not give what is about to be given up
             raise
         return module
+
+    def _prepare(self) -> None:
+        """Finish a model that was filled in place. Raises EngineMismatch, whatever the engine raised."""
+        module, traits = self._made, self._traits
+        if module is None or traits is None:
+            raise EngineMismatch("there is no model to finish")
+        if changed := traits.apply():
+            log.info("numbers of the modules taken over", count=changed)
+        if self._rebuild is None:
+            return
+        try:
+            self._rebuild(module)
+        except Exception as error:  # an engine's kernels may raise anything
+            raise EngineMismatch(
+                f"the engine's kernels could not be rebuilt: {type(error).__name__}: {error}"
+            ) from error
 
     def _session(self) -> ForkSession:
         chosen, subject = self._settings, self._subject
@@ -174,6 +199,7 @@ class _BringUp:
             fallbacks=self._ways(version),
             exclude=subject.exclude,
             current_version=current_version,
+            on_filled=self._prepare,
         )
 
     def _version(self) -> tuple[str | None, CurrentVersion | None]:
@@ -189,11 +215,15 @@ class _BringUp:
         ways: list[Fallback] = []
         if self._settings.snapshot is not None:
             storage = options.load(StorageSettings)
-            ways.append(
-                snapshot_fallback(
-                    self._settings.snapshot, self._subject.exclude, self._subject.rank, storage, version
-                )
+            way = snapshot_fallback(
+                self._settings.snapshot, self._subject.exclude, self._subject.rank, storage, version
             )
+
+            def load(module: nn.Module) -> None:
+                way.load(module)
+                self._prepare()
+
+            ways.append(replace(way, load=load))
         if not self._settings.required:
             ways.append(engine_fallback(self._load, self._engine.check))
         return ways

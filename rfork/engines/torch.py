@@ -11,6 +11,15 @@ from torch import nn
 
 from rfork import settings as options
 from rfork.control.client import PlannerClient
+from rfork.engines.call_checks import (
+    check_callable,
+    check_deadline,
+    check_model_name,
+    check_module,
+    check_patterns,
+    check_rank,
+    check_uri,
+)
 from rfork.engines.own_version import CurrentVersion, choose_version, version_of_files
 from rfork.engines.replica import replica_of
 from rfork.errors import SettingsError, UnsupportedTensor
@@ -62,7 +71,8 @@ def fork(
     weights, the planner elects one of those that wait to read them, for all: this one may be it, and
     `ForkReport.storage_bytes` says what it read. A loader is run on the calling thread. With the
     setting `cold_start` ``own`` nobody is waited for. When nothing else works, or the deadline
-    passed, each of these ways is tried here in that order.
+    passed, each of these ways is tried here in that order. A loader has to fill all parameters and
+    persistent buffers. With the setting `required`, `checkpoint` and `loader` are not used.
 
     `planner` (URL) and `deadline` (seconds) override `settings`, which are those of the environment where
     none are given. `rank` says which part of a model this process holds; without one, all of it. Tensors
@@ -72,7 +82,14 @@ def fork(
     Raises NothingLeft when nothing worked, and UserError kinds for what the caller got wrong; the
     module's content is then undefined. It is never half filled and returned as a success.
     """
-    ways, files = [], None
+    check_module(module)
+    check_deadline(deadline)
+    for name, uri in (("snapshot", snapshot), ("checkpoint", checkpoint), ("planner", planner)):
+        check_uri(name, uri)
+    for name, function in (("loader", loader), ("on_progress", on_progress)):
+        check_callable(name, function)
+    ways: list[Fallback] = []
+    files: CurrentVersion | None = None
     if checkpoint is not None:
         storage = options.load(StorageSettings)
         ways.append(checkpoint_fallback(checkpoint, storage))
@@ -108,10 +125,19 @@ def run_fork(
 ) -> ForkReport:
     """As `fork`, for the other engines: what follows the snapshot is given as `ways`, best first.
 
-    `files` computes the version of the files that they read; None: they have no version of their own.
+    `files` computes the version of the files that they read; None: they have no version of their own. With
+    the setting `required` only the snapshot is read.
     """
-    fallbacks, storage = list(ways), options.load(StorageSettings)
+    check_model_name(model)
+    check_rank(rank)
+    check_patterns(exclude)
     named, rank = snapshot or settings.snapshot, rank or Rank()
+    if settings.required and settings.planner is None and named is None:
+        raise SettingsError(
+            "neither a planner nor a snapshot is set, and RFORK_REQUIRED is",
+            hint="set RFORK_PLANNER or RFORK_SNAPSHOT",
+        )
+    fallbacks, storage = [] if settings.required else list(ways), options.load(StorageSettings)
     version, current_version = choose_version(settings.version, files, named, storage)
     if named is not None:
         fallbacks.insert(0, snapshot_fallback(named, exclude, rank, storage, version))
@@ -160,6 +186,11 @@ def seed(
     Raises UnsupportedTensor for a tensor that has no bytes to give, and where there is none at all; PortInUse
     where a port of the settings is taken. A planner that does not answer is no error: it is told later.
     """
+    check_module(module)
+    check_model_name(model)
+    check_rank(rank)
+    check_patterns(exclude)
+    check_uri("planner", planner)
     chosen = settings_of(settings, planner=planner, version=version, replica=replica)
     rank = rank or Rank()
     image = capture(module, exclude=exclude)
@@ -196,8 +227,10 @@ def _named(manifest: Manifest, rank: Rank, replica: str | None) -> str:
 
 
 def settings_of(settings: Settings | None, **overrides: object) -> Settings:
-    """These settings, or those of the environment, with what was given (not None) on top."""
+    """These settings, or those of the environment, with what was given (not None) on top.
+
+    Raises SettingsError for a value that cannot be used, also of settings that were made without a check.
+    """
     if settings is None:
         return options.load(Settings, **overrides)
-    given = {name: value for name, value in overrides.items() if value is not None}
-    return settings.model_copy(update=given)
+    return options.checked(Settings, settings, **overrides)

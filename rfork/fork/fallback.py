@@ -8,9 +8,10 @@ for itself when it was built (rotary tables, masks): those are kept before the f
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +21,7 @@ from torch import nn
 
 from rfork.errors import CheckpointError, NothingLeft, RforkError, SettingsError, UserError
 from rfork.fields import StorageKind, Text
+from rfork.fork.poison import Poison, can_be_poisoned
 from rfork.image import ranges
 from rfork.image.capture import capture
 from rfork.image.memory import Image
@@ -30,6 +32,8 @@ from rfork.storage.base import Storage
 from rfork.storage.checkpoints.checkpoint import Checkpoint
 from rfork.storage.checkpoints.pieces import CheckpointChunks, NotByteForByte
 from rfork.storage.location import Location
+from rfork.storage.modules.extents import extent_of, is_dense
+from rfork.storage.modules.state import registered_state, self_loading
 from rfork.storage.snapshots.files import place_of
 from rfork.storage.snapshots.snapshot import Snapshot
 from rfork.weights_version import short
@@ -38,6 +42,7 @@ from rfork.wire import Rank
 log = logger(__name__)
 ANOTHER_WAY: Final = "start a seed, or give a checkpoint folder to fall back to"
 """What to do where no failure says so itself."""
+MEND_THE_FALLBACK: Final = "correct what the last reason names, or start a seed"
 _text: Final[TypeAdapter[str]] = TypeAdapter(Text)
 
 Loader = Callable[[nn.Module], None]
@@ -156,25 +161,32 @@ def snapshot_fallback(
 class Derived:
     """The tensors a loader would not write again, copied at construction, put back by `restore`.
 
-    `kept` holds the copies (uint8, 1-D), each with its offset in the image, in image order.
+    `kept` holds the copies (uint8, 1-D), each with its offset in the image, in image order. `loadable` are
+    the tensors of the image that a loader has to write: parameters and persistent buffers.
     """
 
     def __init__(self, module: nn.Module, image: Image) -> None:
-        state = module.state_dict(keep_vars=False).values()
-        loaded = ranges.normalise(
-            _span(plain)
-            for value in state
-            if isinstance(value, torch.Tensor)
-            for plain in plain_tensors(value)
+        """Raises UserError where the module's `state_dict` raises."""
+        regions = image.regions
+        carried = ranges.normalise(
+            (begin, begin + length) for begin, length in zip(regions.addresses, regions.lengths, strict=True)
         )
-        begins = [begin for begin, _ in loaded]
+        self.loadable = {
+            name: tensor
+            for name, tensor in _loadable(module).items()
+            if any(_inside(extent_of(plain), carried) for plain in _with_bytes(tensor))
+        }
+        loaded = ranges.normalise(
+            extent_of(plain)
+            for tensor in self.loadable.values()
+            for plain in _with_bytes(tensor)
+            if is_dense(plain)
+        )
         self.kept: list[tuple[int, torch.Tensor]] = []
         self._regions: list[torch.Tensor] = []
         offset = 0
-        regions = image.regions
         for index, (begin, length) in enumerate(zip(regions.addresses, regions.lengths, strict=True)):
-            nearest = bisect_right(begins, begin) - 1
-            if nearest < 0 or loaded[nearest][1] < begin + length:
+            if not _inside((begin, begin + length), loaded):
                 self.kept.append((offset, regions[index].clone()))
                 self._regions.append(regions[index])
             offset += length
@@ -197,15 +209,27 @@ class Derived:
 
 
 def load_clean(module: nn.Module, derived: Derived | None, way: Fallback) -> None:
-    """Load one way into a clean model. Raises RforkError kinds, whatever the loader raised."""
+    """Load one way into a clean model. Raises RforkError kinds, whatever the loader raised.
+
+    A loader that leaves a part of the model as it was has failed: UserError names the first such tensor.
+    """
+    poison: Poison | None = None
     if derived is not None:
         derived.restore()
+        if way.kind == "loader" or (way.kind == "checkpoint" and self_loading(module, ())):
+            poison = Poison(derived.loadable)
     try:
         way.load(module)
     except RforkError:
         raise
     except Exception as error:  # the caller's loader may raise anything
-        raise UserError(f"{way.name}: {type(error).__name__}: {error}") from error
+        raise UserError(f"{way.name}: {_one_line(error)}") from error
+    if poison is not None and (left := poison.left(registered_state(module))):
+        raise UserError(
+            f"{way.name} did not fill {left[0]} ({len(left)} such)",
+            hint="a loader has to fill all parameters and persistent buffers: name those that are not to be"
+            " forked in exclude=",
+        )
 
 
 def fall_back(
@@ -238,7 +262,7 @@ def fall_back(
     raise NothingLeft(
         f"no way to get the weights is left: {told}",
         failures,
-        hint=next((error.hint for error in reversed(failures) if error.hint), ANOTHER_WAY),
+        hint=_advice(failures, tried=bool(ways)),
     )
 
 
@@ -255,6 +279,13 @@ def _check_version(snapshot: Snapshot, version: str | None) -> None:
     )
 
 
+def _advice(failures: Sequence[RforkError], *, tried: bool) -> str:
+    """What to do: the hint of the last failure that has one, or of a fallback that does not fit its own."""
+    if tried and failures and isinstance(failures[-1], UserError):
+        return failures[-1].hint or MEND_THE_FALLBACK
+    return next((error.hint for error in reversed(failures) if error.hint), ANOTHER_WAY)
+
+
 def _told(uri: str) -> str:
     """A URI as it is told to the planner. Raises SettingsError where that would refuse it."""
     try:
@@ -268,6 +299,29 @@ def _is_path(uri: str | Path) -> bool:
     return isinstance(uri, Path) or "://" not in uri
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    begin = tensor.data_ptr()
-    return begin, begin + tensor.nbytes
+def _loadable(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers, less those that the module itself leaves out of its state."""
+    try:
+        state = module.state_dict(keep_vars=True)
+        objects = {id(value) for value in state.values()}
+    except Exception as error:  # a module's own code may raise anything
+        raise UserError(f"the module's state_dict() raised {_one_line(error)}") from error
+    return {
+        name: tensor
+        for name, tensor in registered_state(module).items()
+        if name in state or id(tensor) in objects
+    }
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _with_bytes(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that hold its bytes, each element its own."""
+    return (plain for plain in plain_tensors(tensor) if can_be_poisoned(plain))
+
+
+def _inside(extent: ranges.Range, merged: Sequence[ranges.Range]) -> bool:
+    index = bisect_right(merged, extent[0], key=itemgetter(0)) - 1
+    return index >= 0 and extent[1] <= merged[index][1]

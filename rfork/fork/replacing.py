@@ -6,7 +6,7 @@ two never stand side by side, the first one's memory is given back before the se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rfork.errors import RforkError
 from rfork.fork.fallback import Derived, Fallback, LoaderFailed
@@ -14,6 +14,7 @@ from rfork.fork.keeper import Keeper
 from rfork.image.capture import capture
 from rfork.image.memory import Image
 from rfork.logs import logger
+from rfork.seed.holding import VersionOf
 from rfork.seed.seed import Seed
 
 log = logger(__name__)
@@ -23,8 +24,15 @@ class Replacing:
     """One fork's model and seed, as they go over to a model that was loaded elsewhere."""
 
     def __init__(
-        self, image: Image, seed: Seed, keeper: Keeper, derived: Derived | None, exclude: Sequence[str]
+        self,
+        image: Image,
+        seed: Seed,
+        keeper: Keeper,
+        derived: Derived | None,
+        exclude: Sequence[str],
+        version_of_loaded: Callable[[], VersionOf | None],
     ) -> None:
+        """`version_of_loaded`: what names the weights that were loaded; None: their version is known."""
         self.done = False
         """Whether another model was loaded."""
         self.gives = False
@@ -34,6 +42,7 @@ class Replacing:
         self._keeper = keeper
         self._derived = derived
         self._exclude = exclude
+        self._version_of_loaded = version_of_loaded
 
     def load(self, way: Fallback) -> None:
         """Run `way.elsewhere`, on the calling thread; nobody else writes to the image any more.
@@ -59,7 +68,7 @@ class Replacing:
                 log.warning("not a seed: it was loaded into another layout", difference=difference)
                 return
             self._image.occupy(image)
-            self._seed.occupied()
+            self._seed.occupied(self._version_of_loaded())
         except RforkError as error:
             log.warning("not a seed: what was loaded cannot be given", because=str(error))
         except Exception:  # a bug here is no reason not to serve what is loaded

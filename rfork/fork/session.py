@@ -16,6 +16,7 @@ from rfork.control.heartbeat import STOP_S
 from rfork.errors import (
     CheckpointError,
     DeadlinePassed,
+    EngineMismatch,
     ForkFailed,
     NetworkError,
     NoSource,
@@ -43,9 +44,11 @@ from rfork.fork.stopwatch import Stopwatch
 from rfork.image.board import ChunkBoard
 from rfork.image.capture import capture
 from rfork.image.memory import Image
+from rfork.image.writability import check_writable
 from rfork.logs import logger
 from rfork.peer.base import Dial
 from rfork.peer.server import PeerServer, ServePeer
+from rfork.seed.holding import VersionOf
 from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
 from rfork.tracing import Tracer
@@ -83,9 +86,12 @@ class ForkSession:
         serve_peer: ServePeer = PeerServer,
         tracer: Tracer | None = None,
         current_version: Callable[[], str | None] | None = None,
+        on_filled: Callable[[], None] | None = None,
     ) -> None:
-        """`tracer`: this process's, unless it is given. `current_version` computes the version of this
-        instance's own files again, where the identity's is theirs. Raises what `rfork.tracing.tracer` raises.
+        """`current_version` computes the version of this instance's own files again, where the identity's is
+        theirs. `on_filled` is called once the transfer has filled the module, before this instance is a seed.
+        If it raises EngineMismatch, the fallbacks are tried. `tracer`: this process's, unless it is given.
+        Raises what `rfork.tracing.tracer` raises.
         """
         self._module = module
         self._identity = identity
@@ -98,6 +104,7 @@ class ForkSession:
         self._exclude = exclude
         self._current_version = current_version
         self._serve_peer = serve_peer
+        self._on_filled = on_filled
         self._fork_id = uuid4().hex
         self._tracer = tracer or process_tracer()
         self._watch = Stopwatch(self._tracer)
@@ -134,6 +141,7 @@ class ForkSession:
                 raise UnsupportedTensor(
                     "(all)", "the module has no tensor with bytes, so there is nothing to fork"
                 )
+            check_writable(image)
             derived = Derived(self._module, image) if self._fallbacks else None
             log.debug("captured", model=self._identity.model, layout=image.layout.layout_id)
         board = ChunkBoard(image.layout.chunks)
@@ -179,12 +187,16 @@ class ForkSession:
         reasons: list[RforkError],
     ) -> ForkReport:
         way: Fallback | None = None
-        replacing = Replacing(image, seed, keeper, derived, self._exclude)
+        replacing = Replacing(
+            image, seed, keeper, derived, self._exclude, lambda: self._version_of_loaded(seed, reasons)
+        )
         try:
             self._pull(image, board, seed, keeper, derived, reasons, replacing)
+            if self._on_filled is not None:
+                self._on_filled()
         except Rebound as loaded:
             way = loaded.way
-        except (ForkFailed, NetworkError, DeadlinePassed) as error:
+        except (ForkFailed, NetworkError, DeadlinePassed, EngineMismatch) as error:
             reasons.append(error)
             keeper.halt()
             # Whoever reads from this relay must not see what the fallback writes over it.
@@ -201,12 +213,14 @@ class ForkSession:
         else:
             gives = way is None or image.same_memory(capture(self._module, exclude=self._exclude))
         if way is None:
+            read_files = any(share.transport == "checkpoint" for share in self._pulled.sources)
+            rename = self._version_of_loaded(seed, reasons) if read_files else None
+            if rename is not None and seed.manifest is not None:
+                seed.version = rename(seed.manifest)
             seed.serve()
         elif gives and not replacing.done:
             with self._watch.phase("digest"):
-                seed.reseal()
-        if way is not None or any(share.transport == "checkpoint" for share in self._pulled.sources):
-            self._name_loaded(seed, reasons)
+                seed.reseal(version=self._version_of_loaded(seed, reasons))
         report = self._report(image, board, seed, way, reasons)
         if gives:
             # Before the end: who asks between the two would find one that has nothing and waits for nobody.
@@ -249,21 +263,17 @@ class ForkSession:
                 hint="start the instance again",
             )
 
-    def _name_loaded(self, seed: Seed, reasons: list[RforkError]) -> None:
-        """Give weights that this instance read by itself the version that they have."""
-        manifest = seed.manifest
-        if manifest is None:
-            return
+    def _version_of_loaded(self, seed: Seed, reasons: list[RforkError]) -> VersionOf | None:
+        """Return what names weights that this instance read by itself; None: they are of `seed.version`."""
         try:
             self._check_files()
         except (CheckpointError, StorageError) as error:
             log.warning("served as a version of its own", because=str(error))
             reasons.append(error)
-        else:
-            if not seed.takes_any_version or (seed.version is not None and is_unnamed(seed.version)):
-                return
-        seed.version = seed.version_by_content(manifest)
-        seed.poke()
+            return seed.version_by_content
+        if not seed.takes_any_version or (seed.version is not None and is_unnamed(seed.version)):
+            return None
+        return seed.version_by_content
 
     def _report(
         self,

@@ -129,12 +129,15 @@ class Suspending(Holding):
             finally:
                 self._settled.set()
 
-    def occupied(self) -> None:
-        """The image has other memory, and in it whole weights: digest and give them, over all transports."""
+    def occupied(self, version: VersionOf | None = None) -> None:
+        """The image has other memory, and in it whole weights: digest and give them, over all transports.
+
+        `version` is as for `reseal`.
+        """
         with self._updates:
             more = self._exports.open_more(self.image, self._gate)
             self.poke()
-            self.reseal()
+            self.reseal(version=version)
         if more and self._watched():
             self.drop(())  # those that waited come again, over the transport that suits them best
 

@@ -11,7 +11,7 @@ from rfork.settings.addresses import LOOPBACK, host_port, own_address
 from rfork.settings.artifacts import ArtifactSettings
 from rfork.settings.hook import HookSettings
 from rfork.settings.instance import Settings, TransportName
-from rfork.settings.loading import load
+from rfork.settings.loading import checked, load
 from rfork.settings.node import node_name, own_namespace
 from rfork.settings.planner import HookName, PlannerSettings
 from rfork.settings.sidecar import SidecarSettings
@@ -31,6 +31,7 @@ __all__ = [
     "TlsSettings",
     "TracingSettings",
     "TransportName",
+    "checked",
     "host_port",
     "load",
     "node_name",

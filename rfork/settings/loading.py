@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -17,7 +18,21 @@ def load(kind: type[Kind], **overrides: object) -> Kind:
 
     Raises SettingsError, one line naming the variable, when a value cannot be used.
     """
-    given = {name: value for name, value in overrides.items() if value is not None}
+    return _made(kind, {name: value for name, value in overrides.items() if value is not None})
+
+
+def checked(kind: type[Kind], settings: object, **overrides: object) -> Kind:
+    """Return the settings with `overrides` (None means: not given) on top, all values validated.
+
+    Nothing is read from the environment. Raises SettingsError, as `load`, and for what is no `kind`.
+    """
+    if not isinstance(settings, kind):
+        raise SettingsError(f"settings is an object of rfork.{kind.__name__}, not a {type(settings).__name__}")
+    values: dict[str, object] = {name: getattr(settings, name) for name in kind.model_fields}
+    return _made(kind, values | {name: value for name, value in overrides.items() if value is not None})
+
+
+def _made(kind: type[Kind], given: Mapping[str, object]) -> Kind:
     try:
         return kind(**given)  # type: ignore[arg-type]  # pydantic validates each value
     except ValidationError as error:

@@ -43,8 +43,6 @@ class VllmEngine:
     def __init__(
         self, load_config: LoadConfig, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str
     ) -> None:
-        self.loaded = False
-        """Whether vLLM's own loader was asked."""
         self._load_config = load_config
         self._vllm_config = vllm_config
         self._model_config = model_config
@@ -63,7 +61,6 @@ class VllmEngine:
 
     def load(self) -> nn.Module:
         """See `Engine.load`. Raises CheckpointError as `check`, in one line instead of vLLM's many."""
-        self.loaded = True
         self.check()
         self._forget()
         return self._by(default_loader(self._load_config))
@@ -79,7 +76,8 @@ class VllmEngine:
     def rebuild(self, module: nn.Module) -> None:
         """Have kernels read anew what they made of the weights, which are there by now.
 
-        vLLM's own way for weights that somebody else has processed; of tensors it changes nothing.
+        vLLM's own way for weights that somebody else has processed; of tensors it changes nothing, as
+        `refusing.in_model` lets only methods pass of which that is known.
         """
         if self._model_config.quantization is None and not self._model_config.is_moe:
             return

@@ -56,9 +56,12 @@ class RforkModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM has no ty
         forks = self.settings.planner is not None or self.settings.snapshot is not None
         if forks and torch.device(vllm_config.device_config.device).type == "cpu":
             keep_weights_on_cpu()
-        module = bring_up(engine, lambda: subject_of(vllm_config, model_config, self.settings), self.settings)
-        if not engine.loaded:
-            engine.rebuild(module)
+        module = bring_up(
+            engine,
+            lambda: subject_of(vllm_config, model_config, self.settings),
+            self.settings,
+            engine.rebuild,
+        )
         if (instance := instance_of(module)) is not None:
             look_after(module, instance)
         return module

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.base_loader import _get_online_quantization_config
 
 from rfork.engines.vllm.ranks import is_draft
+from rfork.engines.vllm.rebuilding import can_be_rebuilt
 
 OWN_WORKERS = ("vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker")
 
@@ -63,6 +64,11 @@ def in_model(module: nn.Module) -> str | None:
             return (
                 f"vLLM does not say of {type(method).__name__} (at {name or 'the top'}) that its weights are "
                 "whole once they are processed"
+            )
+        if isinstance(method, QuantizeMethodBase) and not can_be_rebuilt(method):
+            return (
+                f"the kernels of {type(method).__name__} (at {name or 'the top'}) are not known to be "
+                "rebuilt from forked weights"
             )
         weight = getattr(submodule, "weight", None)
         if hasattr(submodule, "cpu_linear") and weight is not None and not weight.numel():

@@ -11,7 +11,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from rfork import settings as options
@@ -20,8 +19,7 @@ from rfork.settings import StorageSettings
 from rfork.storage.formats.choice import open_checkpoint
 from rfork.storage.formats.safetensors_source import SafetensorsSource
 from rfork.storage.location import Location
-from rfork.storage.modules.fitting import fit
-from rfork.storage.modules.state import state_of
+from rfork.storage.modules.assignment import assign
 
 
 @dataclass(frozen=True)
@@ -50,24 +48,18 @@ class Checkpoint:
         return _opened(self._asked, self.settings)
 
     def load_into(self, module: nn.Module, progress: Callable[[int], None] | None = None) -> None:
-        """Read each tensor into the module's parameter or persistent buffer of that name.
+        """Load the module's parameters and persistent buffers, as torch's strict `load_state_dict` does.
 
         Converts the dtype where it differs. `progress` is told bytes as they come. Raises CheckpointError
-        when a tensor is missing, unknown or has another shape, before the first one is written; StorageError
-        kinds when a file cannot be read: the module's content is then undefined.
+        when a tensor is missing, unknown or has another shape, before the first one is written, but for what
+        modules refuse that load their state themselves; StorageError kinds when a file cannot be read: the
+        module's content is then undefined.
         """
         with closing(self.source()) as source:
-            state = state_of(module)
-            fitting = fit(state, source)
-            fitting.require_all()
-            source.read_into({name: state[name] for name in fitting.names}, progress)
-
-    def check(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """The module's tensors by name; raises CheckpointError where not all of them are stored."""
-        state = state_of(module)
-        with closing(self.source()) as source:
-            fit(state, source).require_all()
-        return state
+            assigned = assign(module, source)
+            assigned.require_all()
+            assigned.load_own(source, strict=True, progress=progress)
+            assigned.fill(source, progress)
 
 
 def _opened(uri: str | Path, settings: StorageSettings) -> SafetensorsSource:

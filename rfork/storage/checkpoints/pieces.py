@@ -27,8 +27,7 @@ from rfork.storage.checkpoints.checkpoint import Checkpoint
 from rfork.storage.checkpoints.origin import origin_of
 from rfork.storage.cursor import Cursor
 from rfork.storage.formats.safetensors_source import SafetensorsSource
-from rfork.storage.modules.fitting import fit
-from rfork.storage.modules.state import state_of
+from rfork.storage.modules.assignment import assign
 
 Computed = Sequence[tuple[int, torch.Tensor]]
 """Image offsets and bytes (uint8, 1-D) of what the module computed for itself."""
@@ -107,16 +106,15 @@ def _computed(pieces: Sequence[Piece]) -> Iterator[tuple[int, memoryview]]:
 
 def _stored(source: SafetensorsSource, module: nn.Module, image: Image) -> Iterator[Piece]:
     """Each stored tensor that the image carries, in the order in which a loader would write them."""
-    state = state_of(module)
-    fitting = fit(state, source)
-    fitting.require_all()
+    assigned = assign(module, source)
+    assigned.require_all()
+    if own := assigned.self_loading:
+        raise NotByteForByte(f"the model loads its state itself: {own[0].why}")
+    if assigned.staged:
+        raise NotByteForByte(f"{next(iter(assigned.staged))} is a view, or shares memory with another tensor")
     where = _Places(image)
-    for name in fitting.names:
-        place, tensor = source.places[name], state[name]
-        if tensor.shape != place.shape:
-            raise CheckpointError(
-                f"{source.uri}: {name} has shape {list(place.shape)}, the model's is {list(tensor.shape)}"
-            )
+    for name, tensor in assigned.direct.items():
+        place = source.places[name]
         if tensor.dtype is not place.dtype:
             raise NotByteForByte(f"{name} is {tensor.dtype} in the model and stored as {place.dtype}")
         if not tensor.is_contiguous() or place.stride is not None:

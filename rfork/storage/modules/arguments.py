@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from rfork.errors import SettingsError
+from rfork.wire import Rank
 
 
 def check_device(device: torch.device | str) -> None:
@@ -18,6 +19,16 @@ def check_device(device: torch.device | str) -> None:
         raise SettingsError(f"device {str(device)!r} cannot be used: {why}") from None
     if found.type == "meta":
         raise SettingsError("tensors on the meta device have no memory to load into")
+
+
+def check_load(rank: object, dtype: object) -> None:
+    """Raise SettingsError for arguments of `load` that are of another type than it takes."""
+    if rank is not None and not isinstance(rank, Rank):
+        raise SettingsError(
+            f"rank is a Rank, not a {type(rank).__name__}", hint="e.g. rank=rfork.Rank(tp=0, tp_size=2)"
+        )
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise SettingsError(f"dtype is a torch.dtype, not a {type(dtype).__name__}")
 
 
 def chosen_names(names: Iterable[str] | None) -> frozenset[str] | None:

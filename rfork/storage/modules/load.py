@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,16 +17,17 @@ from rfork.errors import CheckpointError, SettingsError, UnsupportedTensor
 from rfork.image.capture import capture
 from rfork.image.memory import Image
 from rfork.image.walk import named_tensors
+from rfork.image.writability import check_writable
 from rfork.settings import StorageSettings
 from rfork.storage.blob import Blob
 from rfork.storage.formats.choice import open_source
 from rfork.storage.formats.converting import as_stored
 from rfork.storage.formats.safetensors_source import SafetensorsSource
-from rfork.storage.modules.arguments import check_device
-from rfork.storage.modules.fitting import Fitting, fit
+from rfork.storage.modules.arguments import check_device, check_load
+from rfork.storage.modules.assignment import Assignment, assign, assign_state, copy_into
 from rfork.storage.modules.no_init import as_parameter
 from rfork.storage.modules.restoring import restored, snapshot_of
-from rfork.storage.modules.state import put_in_place, state_of, without_memory
+from rfork.storage.modules.state import put_in_place, without_memory
 from rfork.storage.reading.collection import held_off
 from rfork.storage.snapshots.snapshot import Snapshot
 from rfork.storage.tensorizer.names import of_rank
@@ -91,10 +92,11 @@ def load(
 
     Raises, before a byte is written, CheckpointError where names or shapes do not fit, or a tensor would stay
     without memory; StorageError kinds where storage fails: the module's content is then undefined.
-    SettingsError for what is no module, device or URI.
+    SettingsError for what is no module, device or URI; TargetError for tensors in read-only memory.
     """
     began = time.monotonic()
-    chosen = settings or options.load(StorageSettings)
+    check_load(rank, dtype)
+    chosen = options.load(StorageSettings) if settings is None else options.checked(StorageSettings, settings)
     if not issubclass(type(module), nn.Module):
         what = type(module).__name__
         raise SettingsError(f"load fills a module, not a {what}", hint="load_tensors gives tensors by name")
@@ -105,24 +107,29 @@ def load(
         if snapshot is not None:
             image, held = snapshot
             with closing(held):
+                check_writable(image)
                 held.fill(image, progress=progress)
             nbytes, count = image.layout.image_bytes, len(image.layout.tensors)
             return LoadReport(source.uri, nbytes, time.monotonic() - began, count, verified=True)
         is_image = isinstance(source, SafetensorsSource) and source.layout is not None
         with held_off():
-            state = named_tensors(module) if is_image else state_of(module)
-            fitting = fit(state, source)
+            assigned = assign_state(named_tensors(module), source) if is_image else assign(module, source)
         if strict:
-            fitting.require_all()
+            assigned.require_all()
+        assigned.check_memory()
+        assigned.check_writable()
+        without = _without_memory(module, assigned)
+        missing, unexpected = assigned.load_own(source, strict=strict, progress=progress)
         restore = partial(restored, source, uri, device, chosen, progress)
-        verified = _fill(module, state, fitting, source, dtype, device, progress, restore)
+        verified = _fill(module, assigned, without, source, dtype, device, progress, restore)
+        names = [*assigned.names, *assigned.own_names(source)]
         return LoadReport(
             source.uri,
-            _bytes_of(source, fitting.names),
+            _bytes_of(source, names),
             time.monotonic() - began,
-            len(fitting.names),
-            fitting.missing,
-            fitting.unexpected,
+            len(names),
+            tuple(sorted((*assigned.missing, *missing))),
+            tuple(sorted((*assigned.unexpected, *unexpected))),
             verified,
         )
 
@@ -143,10 +150,26 @@ def _snapshot(
     return None if held is None else (image, held)
 
 
+def _without_memory(module: nn.Module, assigned: Assignment) -> dict[str, torch.Tensor]:
+    """Tensors on the meta device by name. Raises CheckpointError where nothing is stored for one of them."""
+    empty = without_memory(module)
+    if not empty and not any(
+        isinstance(value, torch.Tensor) and value.is_meta
+        for child in module.modules()
+        for value in vars(child).values()
+    ):
+        return {}
+    filled = {id(tensor) for tensor in assigned.direct.values() if tensor.is_meta}
+    for name, tensor in (named_tensors(module) | empty).items():
+        if tensor.is_meta and tensor.numel() and id(tensor) not in filled:
+            raise CheckpointError(f"{assigned.uri} lacks {name}, which has no memory in the model")
+    return {name: tensor for name, tensor in empty.items() if id(tensor) in filled}
+
+
 def _fill(
     module: nn.Module,
-    state: Mapping[str, torch.Tensor],
-    fitting: Fitting,
+    assigned: Assignment,
+    empty: Mapping[str, torch.Tensor],
     source: TensorSource,
     dtype: torch.dtype | None,
     device: torch.device | str,
@@ -157,36 +180,43 @@ def _fill(
 
     Whether all was verified: `restore` gives all of a snapshot so.
     """
-    into = {name: state[name] for name in fitting.names}
-    if not any(tensor.is_meta for tensor in state.values()):
-        source.read_into(into, progress)
+    if not empty:
+        assigned.fill(source, progress)
         return False
-    empty = without_memory(module)
     # Of a tied one, the last name that is stored: as where there is memory, and as torch does it.
-    named = {id(into[name]): name for name in fitting.names if into[name].is_meta}
-    for name, tensor in empty.items():
-        if id(tensor) not in named:
-            raise CheckpointError(f"{source.uri} lacks {name}, which has no memory in the model")
-    fresh, made = _fresh_memory(source, {name: into[name] for name in named.values()}, dtype, device)
-    into = {name: tensor for name, tensor in into.items() if not tensor.is_meta} | made
-    found = restore() if _is_whole(module, source, fitting, into) else None
+    named = {id(tensor): name for name, tensor in assigned.direct.items() if tensor.is_meta}
+    fresh, made = _fresh_memory(
+        source, {name: assigned.direct[name] for name in named.values()}, dtype, device
+    )
+    own = {name: tensor for name, tensor in assigned.direct.items() if not tensor.is_meta}
+    into = own | made
+    found = restore() if _is_whole(module, source, assigned, into) else None
     if found is not None:
         with torch.inference_mode():  # parameters are written in place, and those made for inference too
             for name, tensor in into.items():
                 tensor.copy_(found[name])
+            for name, tensor in assigned.staged.items():
+                copy_into(source.uri, name, tensor, found[name])
         made |= {name: found[name] for name in fresh}
     else:
-        if into:
-            source.read_into(into, progress)
+        if made:
+            source.read_into(made, progress)
+        replace(assigned, direct=own).fill(source, progress)
         if fresh and isinstance(source, SafetensorsSource):
             made |= source.load(fresh, device, progress)
     held = {id(tensor): tensor for tensor in empty.values()}
     put_in_place(module, {key: _in_place_of(held[key], made[name]) for key, name in named.items()})
+    for name, tensor in named_tensors(module).items():
+        if tensor.is_meta and tensor.numel():
+            raise CheckpointError(
+                f"{name} has no memory in the model: it refers to a tensor that was replaced by one that has",
+                hint="build the model with its memory, outside no_init and the meta device",
+            )
     return found is not None
 
 
 def _is_whole(
-    module: nn.Module, source: TensorSource, fitting: Fitting, into: Mapping[str, torch.Tensor]
+    module: nn.Module, source: TensorSource, assigned: Assignment, into: Mapping[str, torch.Tensor]
 ) -> bool:
     """Whether a module takes all that is stored as it is, and has little memory of its own: no parameters'.
 
@@ -195,7 +225,8 @@ def _is_whole(
     return (
         isinstance(source, SafetensorsSource)
         and source.layout is not None
-        and not fitting.unexpected
+        and not assigned.unexpected
+        and not assigned.self_loading
         and all(parameter.is_meta for parameter in module.parameters())
         and all(
             (place := source.places[name]).shape == tensor.shape and place.dtype is tensor.dtype

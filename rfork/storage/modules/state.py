@@ -1,25 +1,60 @@
-"""The tensors of a module that a checkpoint has names for, walked quickly: models have tens of thousands."""
+"""The tensors that `load_state_dict` fills, by name, and the modules that load their state themselves.
+
+Walked without torch's own functions, as models have tens of thousands of tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+LOAD_METHODS = frozenset({"load_state_dict", "_load_from_state_dict", "set_extra_state"})
+PLAIN_LOADERS = frozenset(
+    {nn.Module._load_from_state_dict, _NormBase._load_from_state_dict, _InstanceNorm._load_from_state_dict}
+)
+"""Implementations that copy each tensor as it is stored. Those of norms only add what old files lack."""
+ADDED_BY_NORMS = "num_batches_tracked"
 
 
-def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, as `module.state_dict` gives them, in its order.
+class SelfLoading(NamedTuple):
+    """A module that loads its state itself, by an override or a hook: see `why`. `prefix` ends in a dot."""
 
-    Parameters are the module's own objects. Where a class or a hook makes its own state dict, that counts;
-    other things than tensors in it are left out.
+    prefix: str
+    module: nn.Module
+    why: str
+
+
+def registered_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, in the order in which `load_state_dict` fills them.
+
+    They are the module's own objects, whatever its `state_dict` returns.
     """
     found: dict[str, torch.Tensor] = {}
-    if _walk(module, "", found, {}):
-        return found
-    state = module.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    _walk(module, "", found)
+    return found
+
+
+def self_loading(module: nn.Module, stored: Collection[str]) -> list[SelfLoading]:
+    """The topmost modules whose loading is more than a copy of each tensor. `stored` are the stored names."""
+    found: list[SelfLoading] = []
+    plain: dict[type, str] = {}
+    kind = type(module)
+    if kind.load_state_dict is not nn.Module.load_state_dict:
+        return [SelfLoading("", module, f"{kind.__name__} overrides load_state_dict")]
+    left = [("", module)]
+    while left:
+        prefix, child = left.pop()
+        if why := _why_self_loading(child, prefix, stored, plain):
+            found.append(SelfLoading(prefix, child, why))
+        else:
+            below = [(f"{prefix}{key}.", one) for key, one in child._modules.items() if one is not None]
+            left += reversed(below)  # in torch's order: of two that share memory the later counts
+    return found
 
 
 def without_memory(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -47,17 +82,7 @@ def put_in_place(module: nn.Module, fresh: Mapping[int, torch.Tensor]) -> None:
                         setattr(child, key, other)
 
 
-def _walk(module: nn.Module, prefix: str, found: dict[str, torch.Tensor], plain: dict[type, bool]) -> bool:
-    """Add the tensors of a module and of those below it; False where a state dict is made otherwise."""
-    kind = type(module)
-    usual = plain.get(kind)
-    if usual is None:
-        usual = plain[kind] = all(
-            getattr(kind, name) is getattr(nn.Module, name)
-            for name in ("state_dict", "_save_to_state_dict", "get_extra_state")
-        )
-    if not usual or module._state_dict_hooks or module._state_dict_pre_hooks:
-        return False
+def _walk(module: nn.Module, prefix: str, found: dict[str, torch.Tensor]) -> None:
     for key, parameter in module._parameters.items():
         if parameter is not None:
             found[prefix + key] = parameter
@@ -65,8 +90,32 @@ def _walk(module: nn.Module, prefix: str, found: dict[str, torch.Tensor], plain:
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 found[prefix + key] = buffer
-    return all(
-        _walk(child, f"{prefix}{key}.", found, plain)
-        for key, child in module._modules.items()
-        if child is not None
-    )
+    for key, child in module._modules.items():
+        if child is not None:
+            _walk(child, f"{prefix}{key}.", found)
+
+
+def _why_self_loading(
+    module: nn.Module, prefix: str, stored: Collection[str], plain: dict[type, str]
+) -> str | None:
+    kind = type(module)
+    why = plain.get(kind)
+    if why is None:
+        why = plain[kind] = _overrides(kind)
+    if why:
+        return why
+    if LOAD_METHODS & vars(module).keys():
+        return f"this {kind.__name__} has a {min(LOAD_METHODS & vars(module).keys())} of its own"
+    if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
+        return f"{kind.__name__} has a load_state_dict hook"
+    if isinstance(module, _NormBase) and module._buffers.get(ADDED_BY_NORMS) is not None:
+        return None if prefix + ADDED_BY_NORMS in stored else f"{ADDED_BY_NORMS} is not stored"
+    return None
+
+
+def _overrides(kind: type[nn.Module]) -> str:
+    if kind._load_from_state_dict not in PLAIN_LOADERS:
+        return f"{kind.__name__} overrides _load_from_state_dict"
+    if kind.set_extra_state is not nn.Module.set_extra_state:
+        return f"{kind.__name__} overrides set_extra_state"
+    return ""

@@ -5,6 +5,7 @@ Nothing here waits past a deadline, nor longer than the stall limit for the next
 
 from __future__ import annotations
 
+import errno
 import re
 import socket
 import ssl
@@ -22,6 +23,7 @@ from rfork.errors import (
     SourceGone,
     SourceStalled,
     SourceUnreachable,
+    TargetError,
 )
 from rfork.transport.base import CONNECT_S
 from rfork.transport.http.heads import BadHead, ResponseHead, parse_response
@@ -166,12 +168,19 @@ def ask(
 
 
 def fill(stream: Stream, cursor: Cursor, count: int, patience: Patience) -> None:
-    """Receive `count` bytes into the cursor. Raises SourceStalled, or OSError when the connection drops."""
+    """Receive `count` bytes into the cursor.
+
+    Raises SourceStalled, TargetError for read-only memory, or OSError when the connection drops.
+    """
     while count:
         try:
             received = stream.receive_into(cursor, count, patience.left())
         except TimeoutError:
             continue
+        except OSError as error:
+            if error.errno == errno.EFAULT:
+                raise TargetError("the target's own memory cannot be written") from error
+            raise
         if received == 0:
             raise ConnectionResetError(f"closed with {count} bytes to come")
         patience.renew(body=True)

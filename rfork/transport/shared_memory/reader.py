@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Sequence
 
-from rfork.errors import SourceCorrupt, SourceGone, SourceStalled
+from rfork.errors import SourceCorrupt, SourceGone, SourceStalled, TargetError
 from rfork.image.memory import Image
 from rfork.logs import logger
 from rfork.transport.base import TokenSource
@@ -138,6 +139,8 @@ class SharedMemoryReader:
             try:
                 read(descriptor, run.place, views)
             except (OSError, OverflowError) as error:
+                if isinstance(error, OSError) and error.errno == errno.EFAULT:
+                    raise TargetError("the target's own memory cannot be written") from error
                 raise SourceCorrupt(f"the source's memory file cannot be read: {error}") from None
 
 

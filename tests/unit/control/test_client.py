@@ -122,9 +122,9 @@ def test_a_token_that_no_header_can_carry_is_a_settings_error() -> None:
 
 
 def test_tls_files_that_are_missing_are_a_settings_error(tmp_path: Path) -> None:
-    """The line says that it is about TLS."""
+    """The line names the variable and the file."""
     tls = TlsSettings(ca=tmp_path / "missing.pem")
-    with pytest.raises(SettingsError, match="TLS files"):
+    with pytest.raises(SettingsError, match=r"RFORK_TLS_CA: cannot use .*missing\.pem"):
         PlannerClient("https://p", tls=tls)
 
 

@@ -96,3 +96,38 @@ def test_nothing_to_have_it_from(toy: Toy) -> None:
         bring_up(toy, lambda: SUBJECT, Settings(required=True))
     module = bring_up(toy, lambda: SUBJECT, Settings())
     assert (1, None) == (toy.loads, instance_of(module))
+
+
+def broken(module: nn.Module) -> None:
+    raise RuntimeError("pre-processed weights require another backend")
+
+
+def test_kernels_are_rebuilt_before_it_is_a_seed(toy: Toy, snapshot: str) -> None:
+    """They read the weights, and the numbers of the modules, that the snapshot holds."""
+    read: list[tuple[float, float]] = []
+
+    def rebuild(module: nn.Module) -> None:
+        read.append((module.get_parameter("weight")[0, 0].item(), vars(module)["scale"]))
+
+    module = bring_up(toy, lambda: SUBJECT, Settings(snapshot=snapshot, transports=("http",)), rebuild)
+    if (instance := instance_of(module)) is not None:
+        instance.close(0.0)
+    assert [(3.0, SCALE)] == read
+
+
+def test_kernels_that_cannot_be_rebuilt_are_loaded(toy: Toy, snapshot: str) -> None:
+    """The engine's own loader comes next, and the start does not fail."""
+    module = bring_up(toy, lambda: SUBJECT, Settings(snapshot=snapshot, transports=("http",)), broken)
+    instance = instance_of(module)
+    if instance is None:
+        raise LookupError("there is no instance")
+    instance.close(0.0)
+    assert [1.0] == module.get_parameter("weight").unique().tolist()
+    assert "the engine's loader" == instance.report.fallback
+
+
+def test_required_kernels_that_cannot_be_rebuilt_are_an_error(toy: Toy, snapshot: str) -> None:
+    """Where the engine must not load by itself, the error says why."""
+    chosen = Settings(snapshot=snapshot, required=True, transports=("http",))
+    with pytest.raises(NothingLeft, match="kernels could not be rebuilt: RuntimeError: pre-processed"):
+        bring_up(toy, lambda: SUBJECT, chosen, broken)

@@ -13,6 +13,7 @@ from rfork.engines.points import Point
 from rfork.engines.vllm import facts, front, points
 from rfork.engines.vllm.naming import model_name
 from rfork.engines.vllm.options import in_time, settings_of
+from rfork.engines.vllm.rebuilding import can_be_rebuilt
 from rfork.errors import EngineMismatch, SettingsError
 from rfork.settings import Settings
 
@@ -192,3 +193,20 @@ def test_seeing_off_survives_a_planner_that_is_gone() -> None:
     """A server ends whether or not its planner answers."""
     told = {"planner": "http://127.0.0.1:0", "planner_timeout_s": 0.2, "replica": "mine", "drain_s": 0}
     front.see_off(settings_of(SimpleNamespace(model_loader_extra_config=told)))
+
+
+def method(module: str, *bases: type, step: bool = True, name: str = "Method") -> type:
+    """A class of that module, which says what is done after loading."""
+    content = {"process_weights_after_loading": lambda self, layer: None} if step else {}
+    return type(name, bases, content | {"__module__": f"vllm.model_executor.layers.{module}"})
+
+
+def test_only_methods_on_the_list_are_rebuilt() -> None:
+    """By the class that defines the step: a subclass with a step of its own is another method."""
+    known = method("quantization.fp8", name="Fp8LinearMethod")
+    heir = method("quantization.online", known, step=False)
+    own = method("quantization.online", known)
+    stepless = method("quantization.torchao", step=False)
+    experts = method("quantization.mxfp4", name="Mxfp4MoEMethod")
+    expected = {known: True, heir: True, own: False, stepless: True, experts: False}
+    assert expected == {kind: can_be_rebuilt(kind()) for kind in expected}

@@ -54,6 +54,7 @@ def session(
     exclude: Sequence[str] = (),
     serve_peer: ServePeer | None = None,
     tracer: Tracer | None = None,
+    on_filled: Callable[[], None] | None = None,
 ) -> ForkSession:
     """A fork over the fleet's network, not begun."""
     return ForkSession(
@@ -68,6 +69,7 @@ def session(
         exclude=exclude,
         serve_peer=serve_peer or fleet.peers.service,
         tracer=tracer,
+        on_filled=on_filled,
     )
 
 

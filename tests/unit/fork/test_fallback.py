@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from rfork.errors import CheckpointError, NothingLeft, PlannerUnreachable, RforkError, SourceGone
+from rfork.errors import CheckpointError, NothingLeft, PlannerUnreachable, RforkError, SourceGone, UserError
 from rfork.fork.fallback import (
     ANOTHER_WAY,
     Derived,
@@ -119,6 +119,89 @@ def test_a_way_that_raises_is_followed_by_the_next(error: Exception) -> None:
     derived = Derived(model, capture(model))
     ways = [Fallback("first", broken(error)), Fallback("second", load_ones)]
     assert ("second", LOADED) == (fall_back(model, derived, ways, []).name, state(model))
+
+
+def load_only(*names: str) -> Callable[[nn.Module], None]:
+    def load(module: nn.Module) -> None:
+        with torch.no_grad():
+            for name, tensor in module.state_dict().items():
+                if name in names:
+                    tensor.fill_(1.0)
+
+    return load
+
+
+def test_a_loader_that_leaves_a_parameter_has_failed() -> None:
+    """A model of which a part is still that of the failed transfer is no success."""
+    model = Model()
+    with pytest.raises(NothingLeft, match=r"loader did not fill scale \(1 such\)"):
+        fall_back(model, Derived(model, capture(model)), [loader_fallback(load_only("embed.weight"))], [])
+
+
+def test_a_tied_weight_is_filled_under_one_name() -> None:
+    """The other name needs no write of its own."""
+    model = Model()
+    ways = [loader_fallback(load_only("head.weight", "scale"))]
+    assert "loader" == fall_back(model, Derived(model, capture(model)), ways, []).name
+
+
+def test_what_is_excluded_need_not_be_filled() -> None:
+    """A tensor that the transfer cannot have written is the loader's to leave."""
+    model = Model()
+    derived = Derived(model, capture(model, exclude=["scale"]))
+    fall_back(model, derived, [loader_fallback(load_only("embed.weight"))], [])
+    assert [7.0, 7.0] == model.get_buffer("scale").tolist()
+
+
+def test_a_loader_that_failed_is_followed_by_a_way_that_fills_all() -> None:
+    """A way that left something is one of those that failed."""
+    model = Model()
+    ways = [loader_fallback(load_only("scale")), Fallback("second", load_ones)]
+    fall_back(model, Derived(model, capture(model)), ways, [])
+    assert LOADED == state(model)
+
+
+def test_a_count_that_an_old_checkpoint_lacks_is_not_left_to_chance(tmp_path: Path) -> None:
+    """What torch leaves as it was is what a failed transfer left there."""
+    model = nn.BatchNorm1d(2)
+    content = {name: torch.ones(2) for name in ("weight", "bias", "running_mean", "running_var")}
+    save_file(content, tmp_path / "model.safetensors")
+    with pytest.raises(NothingLeft, match="did not fill num_batches_tracked"):
+        fall_back(model, Derived(model, capture(model)), [checkpoint_fallback(tmp_path)], [])
+
+
+def test_the_neighbours_of_an_expanded_tensor_are_kept() -> None:
+    """A buffer that no loader writes is put back, though an expanded one begins before it."""
+    model, memory = Model(), torch.arange(8.0)
+    model.register_buffer("wide", memory[:1].expand(8))
+    model.register_buffer("table", memory[1:], persistent=False)
+    derived = Derived(model, capture(model))
+    garbage(model)
+    fall_back(model, derived, [Fallback("loader", load_only("embed.weight", "scale"))], [])
+    assert torch.arange(1.0, 8.0).tolist() == model.get_buffer("table").tolist()
+
+
+def test_the_gaps_of_a_strided_parameter_are_kept() -> None:
+    """A buffer between the rows of a parameter is put back."""
+    model, memory = Model(), torch.arange(8.0)
+    model.even = nn.Parameter(memory[::2])
+    model.register_buffer("odd", memory[1::2], persistent=False)
+    derived = Derived(model, capture(model))
+    garbage(model)
+    fall_back(model, derived, [Fallback("loader", load_ones)], [])
+    assert [1.0, 3.0, 5.0, 7.0] == model.get_buffer("odd").tolist()
+
+
+def test_what_a_state_dict_raises_is_told() -> None:
+    """An exception of the module's own code is an error of the caller, with one line."""
+
+    class Broken(Model):
+        def state_dict(self, *args: object, **kwargs: object) -> dict[str, torch.Tensor]:  # type: ignore[override]
+            raise ZeroDivisionError("packed")
+
+    model = Broken()
+    with pytest.raises(UserError, match=r"state_dict\(\) raised ZeroDivisionError: packed"):
+        Derived(model, capture(model))
 
 
 def test_nothing_left_carries_all_reasons(tmp_path: Path) -> None:

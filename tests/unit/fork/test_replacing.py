@@ -39,7 +39,7 @@ class Scene:
         self.seed = Seed(self.image, identity, settings, [HttpTransport(settings)], board=board).start()
         derived = Derived(self.model, self.image)
         keeper = Keeper(None, identity, self.image, board)
-        self.replacing = Replacing(self.image, self.seed, keeper, derived, ())
+        self.replacing = Replacing(self.image, self.seed, keeper, derived, (), lambda: None)
 
     def load(self, elsewhere: Callable[[], nn.Module]) -> None:
         """Replace the model."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from rfork.errors import NothingLeft, PlannerUnreachable, UnsupportedTensor
+from rfork.errors import EngineMismatch, NothingLeft, PlannerUnreachable, UnsupportedTensor
 from rfork.fork import session as session_module
 from rfork.fork.fallback import Fallback, engine_fallback
 from rfork.image.board import ChunkBoard
@@ -355,3 +355,36 @@ def test_a_module_without_bytes_cannot_be_forked(fleet: Fleet) -> None:
     with pytest.raises(UnsupportedTensor):
         session(fleet, nn.Module(), planner).run()
     assert ([], []) == (planner.requests, planner.reports)
+
+
+def test_a_filled_model_is_finished_before_it_is_a_seed(fleet: Fleet) -> None:
+    """What has to be done with the weights is done while this instance still reports that it loads."""
+    source, module = Model(0.0), Model(1.0)
+    seed = fleet.source("a", capture(source))
+    planner = planning(lambda: plan(route(seed, ALL)))
+    seen: list[tuple[bool, set[str]]] = []
+
+    def finish() -> None:
+        filled = torch.equal(source.weight, module.weight)
+        seen.append((filled, {report.state for report in planner.reports}))
+
+    report = session(fleet, module, planner, on_filled=finish).run()
+    assert report.seed is not None
+    report.seed.close()
+    assert [(True, {"loading"})] == seen
+
+
+def test_a_filled_model_that_cannot_be_finished_falls_back(fleet: Fleet) -> None:
+    """The fallback starts clean, and the report says why."""
+    seed = fleet.source("a", capture(Model(0.0)))
+    module, planner = Model(1.0), planning(lambda: plan(route(seed, ALL)))
+
+    def finish() -> None:
+        raise EngineMismatch("kernels")
+
+    report = session(fleet, module, planner, TWOS, on_filled=finish).run()
+    assert report.seed is not None
+    report.seed.close()
+    assert ("fallback", "twos") == (report.outcome, report.fallback)
+    assert ("EngineMismatch: kernels",) == report.reasons
+    assert [2.0] == module.weight.unique().tolist()

@@ -14,7 +14,7 @@ import rfork
 from rfork.errors import CheckpointError, StorageCorrupt
 from rfork.image.capture import capture
 from rfork.storage.formats.choice import INDEX, SINGLE
-from rfork.storage.modules.state import state_of
+from rfork.storage.modules.state import registered_state
 from rfork.storage.snapshots.writer import write_snapshot
 
 
@@ -51,11 +51,11 @@ def saved(tmp_path: Path) -> Path:
 def test_a_module_that_exists(saved: Path, dtype: torch.dtype) -> None:
     """Every tensor is in the module's own memory, in the module's type, and no other is touched."""
     module = Model(2, dtype)
-    before = {name: tensor.data_ptr() for name, tensor in state_of(module).items()}
+    before = {name: tensor.data_ptr() for name, tensor in registered_state(module).items()}
     report = rfork.load(module, saved)
     assert (True, before) == (
         equal(Model(1), module),
-        {name: tensor.data_ptr() for name, tensor in state_of(module).items()},
+        {name: tensor.data_ptr() for name, tensor in registered_state(module).items()},
     )
     bytes_stored = sum(tensor.nbytes for tensor in load_file(saved / SINGLE).values())
     assert ((saved / SINGLE).as_uri(), bytes_stored, (), (), False) == (
@@ -87,22 +87,6 @@ def test_names_that_do_not_fit(saved: Path) -> None:
     assert torch.equal(Model(1).embed.weight, module.embed.weight)
 
 
-def test_a_state_dict_of_its_own(saved: Path) -> None:
-    """Where a module names its tensors itself, those names count."""
-
-    class Renamed(Model):
-        def _save_to_state_dict(self, destination: dict[str, torch.Tensor], prefix: str, keep: bool) -> None:
-            super()._save_to_state_dict(destination, prefix, keep)
-            destination[f"{prefix}factor"] = destination.pop(f"{prefix}scale")
-
-    content = load_file(saved / SINGLE)
-    content["factor"] = content.pop("scale")
-    save_file(content, saved / SINGLE)
-    module = Renamed(2)
-    rfork.load(module, saved)
-    assert torch.equal(Model(1).get_buffer("scale"), module.get_buffer("scale"))
-
-
 def test_the_walk_finds_what_a_state_dict_has() -> None:
     """Names, order and tensors are those of torch, of modules of all kinds."""
     for module in (
@@ -112,7 +96,7 @@ def test_the_walk_finds_what_a_state_dict_has() -> None:
         nn.MultiheadAttention(8, 2),
     ):
         expected = module.state_dict(keep_vars=True)
-        found = state_of(module)
+        found = registered_state(module)
         assert (list(expected), [True] * len(expected)) == (
             list(found),
             [found[name] is tensor for name, tensor in expected.items()],

@@ -1,0 +1,120 @@
+"""Tensors over read-only mappings are found before anything writes to them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import rfork
+from rfork.errors import TargetError
+from rfork.image.capture import capture
+from rfork.image.host_memory import host_view
+from rfork.image.writability import check_writable, first_overlap
+from rfork.transport.http.exchange import Patience, Place, fill
+from rfork.transport.http.stream import Cursor, Stream
+from rfork.transport.shared_memory.placement import Run
+from rfork.transport.shared_memory.reader import SharedMemoryReader
+from rfork.transport.shared_memory.sealed import memory_file
+
+
+@pytest.fixture
+def protected(tmp_path: Path) -> Iterator[torch.Tensor]:
+    """Eight numbers in a file that is mapped read-only."""
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    with path.open("rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has no read-only tensors, and says so
+        yield torch.frombuffer(memory, dtype=torch.float32, count=8)
+
+
+@pytest.fixture
+def module(protected: torch.Tensor) -> nn.Module:
+    """A buffer in read-only memory between two others."""
+    made = nn.Module()
+    made.register_buffer("first", torch.zeros(4))
+    made.register_buffer("mapped", protected)
+    made.register_buffer("other", torch.zeros(4))
+    return made
+
+
+def test_a_tensor_over_a_read_only_file_is_named(module: nn.Module) -> None:
+    """The target is at fault, and the line says which tensor it is."""
+    with pytest.raises(TargetError, match="tensor 'mapped' lies in read-only memory"):
+        check_writable(capture(module))
+
+
+def test_ordinary_memory_can_be_written() -> None:
+    """A model that was built as usual passes."""
+    check_writable(capture(nn.Linear(300, 300)))
+
+
+def test_what_is_excluded_is_not_checked(module: nn.Module) -> None:
+    """A tensor that the image leaves out is not written to."""
+    check_writable(capture(module, exclude=["mapped"]))
+
+
+def test_a_fork_refuses_before_it_asks(module: nn.Module) -> None:
+    """No planner is reached, and no source is blamed."""
+    with pytest.raises(TargetError, match="'mapped' lies in read-only memory"):
+        rfork.fork(module, model="m", planner="http://127.0.0.1:9")
+
+
+def test_a_load_refuses(module: nn.Module, tmp_path: Path) -> None:
+    """A file is not read into memory that cannot take it."""
+    path = tmp_path / "model.safetensors"
+    save_file({"first": torch.ones(4), "mapped": torch.ones(8), "other": torch.ones(4)}, path)
+    with pytest.raises(TargetError, match="'mapped' lies in read-only memory"):
+        rfork.load(module, path)
+
+
+class Pipe:
+    """A stream that reads from a pipe as those of sockets do."""
+
+    def receive_into(self, cursor: Cursor, most: int, timeout: float) -> int:
+        reading, writing = os.pipe()
+        try:
+            os.write(writing, bytes(most))
+            return os.readv(reading, cursor.window(most, 1))
+        finally:
+            os.close(reading)
+            os.close(writing)
+
+
+def test_http_does_not_blame_the_source(protected: torch.Tensor) -> None:
+    """Memory that the kernel cannot write to (EFAULT) is the target's."""
+    cursor = Cursor([host_view(protected.data_ptr(), 32)])
+    patience = Patience(Place.of("http://127.0.0.1:1/x"), 5.0, time.monotonic() + 5)
+    with pytest.raises(TargetError, match="own memory"):
+        fill(cast(Stream, Pipe()), cursor, 32, patience)
+
+
+def test_shared_memory_does_not_blame_the_source(module: nn.Module, protected: torch.Tensor) -> None:
+    """Neither does the transport that copies from a source's memory file."""
+    image = capture(module)
+    segment = next(one for one in image.segments(0, 64) if one.address == protected.data_ptr())
+    reader = cast(SharedMemoryReader, SimpleNamespace(_image=image))
+    descriptor = memory_file()
+    os.ftruncate(descriptor.number, 64)
+    with pytest.raises(TargetError, match="own memory"):
+        SharedMemoryReader._copy(reader, descriptor, Run(segment.begin, 0, segment.length))
+
+
+def test_overlaps_are_found_at_both_ends() -> None:
+    """The first address that is in both."""
+    merged = ((10, 20), (30, 40))
+    extents = [[(0, 10)], [(0, 11)], [(19, 25)], [(20, 30)], [(20, 31)], [(40, 50)], [(5, 50)]]
+    expected = [None, 10, 19, None, 30, None, 10]
+    assert expected == [first_overlap(extent, merged) for extent in extents]

@@ -8,7 +8,7 @@ from planner.problems import ProblemError
 from planner.store.records import InstanceRecord
 from planner.versions import ReplicaConflict, Resolution, resolve
 from rfork.weights_version import of_update, of_weights, short, unnamed
-from rfork.wire import ForkRequest, InstanceReport, Rank, ScaleUp
+from rfork.wire import ForkRequest, InstanceReport, Rank, ScaleUp, StorageOffer
 from tests.unit.planner.builders import WEIGHTS, FakeTime, ask, make_registry, report, whole
 
 PAIR = (Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2))
@@ -162,8 +162,8 @@ async def test_a_target_without_files_is_told_its_version(time: FakeTime) -> Non
 async def test_a_cold_start_is_within_a_version(time: FakeTime) -> None:
     """Two targets with different files each read their own."""
     registry = make_registry(time)
-    storage = {"storage": ({"kind": "loader"},)}
-    plans = [await registry.ask(ask(name, version=f"v-{name}", **storage)) for name in "ab"]
+    storage = (StorageOffer(kind="loader"),)
+    plans = [await registry.ask(ask(name, version=f"v-{name}", storage=storage)) for name in "ab"]
     assert [1, 1] == [len(plan.storage) for plan in plans]
 
 

@@ -56,15 +56,18 @@ class Asking:
         self._metrics = metrics
         self._log = logger("planner.asking")
 
-    def heard(self, report: InstanceReport) -> InstanceRecord:
-        """The instance's record with this report in it, and with what was found out about it before."""
+    def heard(self, report: InstanceReport, owner: str = "") -> InstanceRecord:
+        """The instance's record with this report and owner, and with what was found out about it before."""
         check_ranges("verified", report.verified, report.chunk_count)
         now, old = self._store.now(), self._store.state.instance(report.instance_id)
         if old is None:
-            return InstanceRecord(report, seen_at=now, forget_s=self._settings.forget_s, since=now)
+            return InstanceRecord(
+                report, seen_at=now, forget_s=self._settings.forget_s, since=now, owner=owner
+            )
         served = now >= old.quarantined_until
         return replace(
             old,
+            owner=owner,
             report=report,
             seen_at=now,
             missing=False,
@@ -79,7 +82,7 @@ class Asking:
             rank=report.rank.key, address=report.address,
         )  # fmt: skip
 
-    async def asked(self, request: ForkRequest) -> Asked:
+    async def asked(self, request: ForkRequest, owner: str = "") -> Asked:
         """Check a request and weigh the faults it reports. Raises ProblemError."""
         report, state, now = request.instance, self._store.state, self._store.now()
         if report.state != "loading":
@@ -91,7 +94,7 @@ class Asking:
             raise ProblemError(409, "fork-conflict", f"fork {request.fork_id} belongs to {old.instance_id}")
         if old is not None and not old.live and not old.lost:
             raise ProblemError(409, "fork-ended", f"fork {request.fork_id} has ended: ask under another id")
-        target = self._target(request)
+        target = self._target(request, owner)
         for fault in request.faults:
             self._metrics.fault(fault)
         verdict = judge(request.faults, old, state.instance, now, self._settings.quarantine_s)
@@ -118,24 +121,25 @@ class Asking:
         arrives = target.asked and not (known is not None and known.asked)
         return Asked(request, target, known is not None, old, verdict, arrives)
 
-    def _target(self, request: ForkRequest) -> InstanceRecord:
+    def _target(self, request: ForkRequest, owner: str) -> InstanceRecord:
         """The target's record, which says that it has asked unless others planned for it before a restart."""
-        target = self.heard(request.instance)
+        target = self.heard(request.instance, owner)
         begun = bool(request.faults or request.current)
         return target if target.asked or begun else replace(target, asked=True)
 
     def still(self, asked: Asked) -> Asked | None:
         """The request on top of what is known of its instance and its fork now.
 
-        None where the instance was removed meanwhile, or the fork ended.
+        None where the instance was removed meanwhile or got another owner, or the fork ended.
         """
-        report, state = asked.request.instance, self._store.state
-        if asked.known and state.instance(report.instance_id) is None:
+        report, state, owner = asked.request.instance, self._store.state, asked.target.owner
+        known = state.instance(report.instance_id)
+        if asked.known if known is None else known.owner not in ("", owner):
             return None
         old = state.fork(asked.fork_id) or asked.old
         if old is not None and not old.live and not old.lost:
             return None
-        target = self._target(asked.request)
+        target = self._target(asked.request, owner)
         return replace(asked, old=old, target=target if old else replace(target, slow_since=None))
 
     def planned_meanwhile(self, asked: Asked) -> ForkRecord | None:

@@ -16,6 +16,7 @@ from planner.batches import Batches, Gathering
 from planner.held import held_rates
 from planner.leases import Clock, LeaseMint
 from planner.metrics import Metrics
+from planner.ownership import PLANNER, Claimant
 from planner.planning import ATTEMPTS, Planning
 from planner.policy.ways import takes_one_host
 from planner.problems import ProblemError, busy, check_ranges
@@ -85,24 +86,29 @@ class Registry:
 
     # -- instances --------------------------------------------------------------------------------
 
-    async def report(self, report: InstanceReport) -> InstanceAck:
+    async def report(self, report: InstanceReport, claimant: Claimant = PLANNER) -> InstanceAck:
         """Register an instance or take its heartbeat."""
         await self.sweep()
-        record, old = self._asking.heard(report), self.state.instance(report.instance_id)
+        old = self.state.instance(report.instance_id)
+        record = self._asking.heard(report, claimant.owner_of(report.instance_id, old))
         await self.store.commit(Change(instances=(record,)))
         if old is None or old.report.state != report.state:
             self._asking.log_new(report)
         return InstanceAck(
-            heartbeat_s=self._settings.heartbeat_s, lease_keys=self._mint.keys_of(report.instance_id)
+            heartbeat_s=self._settings.heartbeat_s,
+            lease_keys=self._mint.keys_of(report.instance_id, record.owner),
         )
 
-    async def drain(self, instance_id: str, *, force: bool = False) -> InstanceRecord:
+    async def drain(
+        self, instance_id: str, claimant: Claimant = PLANNER, *, force: bool = False
+    ) -> InstanceRecord:
         """Give the instance no new readers, whatever it reports, until it is removed or forgotten.
 
         ProblemError `last-seed` (409) where nobody else holds its weights whole, unless forced.
         """
         for _ in range(ATTEMPTS):
             record = replace(self.instance(instance_id), drained=True)
+            claimant.check_end(record)
             version = self.store.version(record.group)
             if not force and self._last_seed(self.instance(instance_id)):
                 raise ProblemError(
@@ -152,10 +158,14 @@ class Registry:
             reason = "it is drained and nobody reads from it"
         return MayExit(may_exit=True, readers=0, reason=reason)
 
-    async def remove(self, instance_id: str) -> None:
+    async def remove(self, instance_id: str, claimant: Claimant = PLANNER) -> None:
         """Forget the instance and end its fork."""
-        fork = self.state.live_fork_of(instance_id)
-        known = self.state.instance(instance_id) is not None
+        fork, record = self.state.live_fork_of(instance_id), self.state.instance(instance_id)
+        known = record is not None
+        if record is not None:
+            claimant.check_end(record)
+        elif fork is not None:
+            claimant.check_fork(fork)
         ended = (self._given_up(fork, "interrupted", "its instance was removed"),) if fork is not None else ()
         if known or ended:
             await self.store.commit(Change(forks=ended, gone=(instance_id,) if known else ()))
@@ -177,10 +187,14 @@ class Registry:
             raise ProblemError(404, "unknown-fork", f"no fork {fork_id} is known")
         return record
 
-    async def ask(self, request: ForkRequest) -> Plan:
+    async def ask(self, request: ForkRequest, claimant: Claimant = PLANNER) -> Plan:
         """Plan a fork, or plan it again around the sources that failed it."""
         await self.sweep()
-        asked = await self._asking.asked(request)
+        name, old = request.instance.instance_id, self.state.fork(request.fork_id)
+        owner = claimant.owner_of(name, self.state.instance(name))
+        if old is not None:
+            claimant.check_fork(old)
+        asked = await self._asking.asked(request, owner)
         return await self._plans.waiting(asked, self._batches.add)
 
     async def _arrive(self, asked: Asked) -> None:
@@ -189,10 +203,13 @@ class Registry:
         if not asked.known:
             self._asking.log_new(asked.request.instance)
 
-    async def progress(self, fork_id: str, progress: ForkProgress) -> ProgressAck:
+    async def progress(
+        self, fork_id: str, progress: ForkProgress, claimant: Claimant = PLANNER
+    ) -> ProgressAck:
         """Take a fork's progress, which is a sign of life of its instance too, and renew its leases."""
         await self.sweep()
         fork = self.fork(fork_id)
+        claimant.check_fork(fork)
         if fork.lost:
             raise ProblemError(404, "unknown-fork", f"fork {fork_id} was given up: ask again")
         if not fork.live:
@@ -216,7 +233,7 @@ class Registry:
             self._log.warning("progress not stored", fork_id=fork_id, reason=str(error))
         return self._answering.renewed(fork)
 
-    async def finish(self, fork_id: str, finish: ForkFinish) -> None:
+    async def finish(self, fork_id: str, finish: ForkFinish, claimant: Claimant = PLANNER) -> None:
         """End a fork; one that is not known, or has ended, holds no lease to release."""
         fork = self.state.fork(fork_id)
         if fork is None:
@@ -224,6 +241,7 @@ class Registry:
             fork = self.state.fork(fork_id)
         if fork is None or not (fork.live or fork.lost):
             return
+        claimant.check_fork(fork)
         instances: tuple[InstanceRecord, ...] = ()
         target = self.state.instance(fork.instance_id)
         if finish.outcome == "forked" and target is not None and target.report.state == "loading":

@@ -49,6 +49,8 @@ class InstanceRecord:
     """When it was first heard of."""
     asked: bool = False
     """Whether it has asked for its (first) fork."""
+    owner: str = ""
+    """Digest of the secret that later changes must show; empty: any caller may change it."""
 
     @property
     def group(self) -> GroupKey:
@@ -153,6 +155,8 @@ class ForkRecord:
     """Every instance that any of its plans named; its own id stands for its own storage."""
     held: Mapping[str, int] = field(default_factory=dict)
     """Bytes a second that sources of its plan held all their readers to, where they did."""
+    owner: str = ""
+    """As its instance's when it was planned."""
 
     @property
     def group(self) -> GroupKey:

@@ -46,10 +46,15 @@ class LeaseClaims:
     """Unix time in seconds."""
 
 
-def derive_key(secret: bytes, instance_id: str) -> str:
-    """The key of one instance, base64url: one of those that `InstanceAck.lease_keys` carries."""
+def derive_key(secret: bytes, instance_id: str, owner: str = "") -> str:
+    """The key of one instance, base64url: one of those that `InstanceAck.lease_keys` carries.
+
+    `owner`: of its record (`rfork.control.ownership`); empty: it has none. Another owner gets another key.
+    """
+    # An id has no zero byte, so no two pairs of id and owner are spelt alike.
+    info = INFO + instance_id.encode() + (b"\0" + owner.encode() if owner else b"")
     # The trailing 1 is HKDF's block counter.
-    block = hmac.digest(secret, INFO + instance_id.encode() + b"\x01", hashlib.sha256)
+    block = hmac.digest(secret, info + b"\x01", hashlib.sha256)
     return base64.urlsafe_b64encode(block).decode()
 
 

@@ -14,6 +14,7 @@ from typing import Final, TypeVar
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from rfork.control.ownership import OWNER_HEADER
 from rfork.errors import PlannerRefused, PlannerUnreachable, SettingsError
 from rfork.settings import TlsSettings
 from rfork.tracing import carrier
@@ -39,10 +40,13 @@ class RestClient:
         tls: TlsSettings | None,
         timeout_s: float,
         transport: httpx.BaseTransport | None,
+        owner: str = "",
     ) -> None:
+        """`owner`: sent with each request that changes something."""
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self._closed = threading.Event()
+        self._owner = {OWNER_HEADER: owner} if owner else {}
         headers = {"Accept": "application/json"}
         if token:
             headers["Authorization"] = f"Bearer {token}"
@@ -140,7 +144,9 @@ class RestClient:
         except ValidationError:
             return self.not_a_planner(method, path, response.status_code, "not a problem document")
         hint, wait_s = "", _retry_after(response)
-        if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        if problem.type.endswith("/not-owner"):
+            hint = "call it where the instance runs, with its RFORK_OWNER_SECRET, or with an operator's token"
+        elif response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             hint = "set RFORK_TOKEN to the planner's token"
         elif wait_s is not None:
             hint = f"ask again in {wait_s:g} s"
@@ -178,7 +184,9 @@ class RestClient:
             path,
             params={name: value for name, value in (query or {}).items() if value is not None},
             content=None if body is None else body.model_dump_json(),
-            headers=carrier() | ({} if body is None else {"Content-Type": "application/json"}),
+            headers=carrier()
+            | ({} if method == "GET" else self._owner)
+            | ({} if body is None else {"Content-Type": "application/json"}),
             timeout=max(0.001, deadline - time.monotonic()),
         )
 

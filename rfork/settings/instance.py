@@ -25,6 +25,9 @@ class Settings(BaseSettings):
     # The planner.
     planner: str | None = Field(None, description="URL of the planner; none: fall back at once")
     token: SecretStr | None = Field(None, description="bearer token shown to the planner")
+    owner_secret: Annotated[SecretStr, Field(min_length=32, max_length=256)] | None = Field(
+        None, description="secret that proves to the planner that a record is this server's own, at least 32 characters; none: drawn, and shared by this user's processes of one `replica` through a file in the temporary folder"
+    )
     planner_timeout_s: float = Field(5.0, gt=0, description="most seconds one call to the planner may take")
 
     # Where this instance is, and how others reach it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from planner.service import running
 from rfork.control.client import PlannerClient
 from rfork.control.lease import decode_key, verify
 from rfork.errors import LeaseRefused, PlannerRefused, PlannerUnreachable
-from rfork.settings import PlannerSettings, TlsSettings
+from rfork.settings import PlannerSettings, Settings, TlsSettings
 from tests.conftest import StartRfork
 from tests.processes import RforkProcess
 from tests.unit.planner.builders import ask, whole
@@ -148,7 +149,32 @@ def test_each_role_may_what_it_is_for(start: StartPlanner, tokens: Path) -> None
                 trust_env=False,
             )  # fmt: skip
             drains.setdefault(query, []).append(drain.status_code)
-    assert {"": [403, 200, 200, 200], "?force=true": [403, 403, 200, 200]} == drains
+    assert {"": [403, 403, 200, 200], "?force=true": [403, 403, 200, 200]} == drains
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"), [({}, "draining"), ({"RFORK_OWNER_SECRET": "x" * 32}, "serving")]
+)
+def test_a_server_is_drained_by_its_own_processes_alone(
+    start: StartPlanner,
+    tokens: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rfork_process: StartRfork,
+    environment: dict[str, str],
+    expected: str,
+) -> None:
+    """A preStop hook finds the secret that the server's processes share; another caller has another one."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    _, url = start(PLANNER_TOKENS=tokens)
+    server = Settings.model_validate({"planner": url, "token": "work-1", "replica": "pod-x"})
+    with PlannerClient.of(server) as planner:
+        for name in ("pod-x-target-0", "other"):
+            planner.report(whole(name))
+        shared = {"TMPDIR": str(tmp_path), "RFORK_REPLICA": "pod-x", "RFORK_TOKEN": "work-1"}
+        command = ("drain", "--own", "--wait", "5", "--planner", url)
+        rfork_process(*command, environment=shared | environment).wait()
+        assert expected == planner.instance("pod-x-target-0").report.state
 
 
 def test_tokens_rotate_while_the_planner_runs(start: StartPlanner, tokens: Path) -> None:

@@ -49,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 PLANNER_MAY_IMPORT = {
     "rfork.commands",
     "rfork.control.lease",
+    "rfork.control.ownership",
     "rfork.errors",
     "rfork.fields",
     "rfork.image.ranges",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from planner.blame import Verdict, judge
+from planner.accusations import Witness
+from planner.blame import AvoidedByHost, Bounds, Verdict, judge
 from planner.metrics import Metrics
 from planner.problems import ProblemError, check_ranges, invalid
 from planner.store.base import Change, Store
@@ -54,6 +55,8 @@ class Asking:
         self._settings = settings
         self._store = store
         self._metrics = metrics
+        self._bounds = Bounds(settings.quarantine_s, settings.heartbeat_s)
+        self._avoided = AvoidedByHost()
         self._log = logger("planner.asking")
 
     def heard(self, report: InstanceReport, owner: str = "") -> InstanceRecord:
@@ -82,7 +85,7 @@ class Asking:
             rank=report.rank.key, address=report.address,
         )  # fmt: skip
 
-    async def asked(self, request: ForkRequest, owner: str = "") -> Asked:
+    async def asked(self, request: ForkRequest, owner: str = "", address: str = "") -> Asked:
         """Check a request and weigh the faults it reports. Raises ProblemError."""
         report, state, now = request.instance, self._store.state, self._store.now()
         if report.state != "loading":
@@ -97,7 +100,11 @@ class Asking:
         target = self._target(request, owner)
         for fault in request.faults:
             self._metrics.fault(fault)
-        verdict = judge(request.faults, old, state.instance, now, self._settings.quarantine_s)
+        witness = Witness(report.instance_id, report.placement.host, address)
+        shared = self._avoided.of(witness, now)
+        verdict = judge(request.faults, old, state.instance, now, self._bounds, witness, shared)
+        if request.faults:
+            self._avoided.set(witness, verdict.shared)
         known = state.instance(report.instance_id)
         if known is not None and set(known.report.storage) - set(report.storage):
             verdict = verdict.without(report.instance_id)  # what failed is offered no more: the rest is good
@@ -109,7 +116,8 @@ class Asking:
             self._metrics.lost()
             ended = (replace(before, lost=True, finish=finish),)
         for record in verdict.marked:
-            if now < record.quarantined_until:
+            held = state.instance(record.report.instance_id)
+            if now < record.quarantined_until and not (held and now < held.quarantined_until):
                 self._metrics.quarantined()
                 self._log.warning(
                     "source quarantined", instance_id=record.report.instance_id, reason=record.quarantine,

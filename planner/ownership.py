@@ -21,6 +21,7 @@ from typing import Any, Final, Self
 
 from starlette.types import Scope
 
+from planner.accusations import address_of
 from planner.auth import CALLER, Caller
 from planner.middleware import header
 from planner.problems import ProblemError, invalid
@@ -53,6 +54,8 @@ class Claimant:
     """It has to show a secret to register."""
     rules: bool = True
     """It may drain and remove what others own: an operator, or anyone where no token is set."""
+    address: str = ""
+    """Network address that it calls from, where that tells callers apart."""
 
     @classmethod
     def of(cls, scope: Scope) -> Self:
@@ -62,10 +65,12 @@ class Claimant:
         if shown is not None and not SECRET.fullmatch(secret):
             raise invalid(OWNER_HEADER, "a secret is 32 to 256 visible ASCII characters")
         caller: Caller | None = scope.get(CALLER)
+        client = scope.get("client")
         return cls(
             owner=owner_id(secret) if secret else "",
             required=caller is not None,
             rules=caller is None or caller.may("operator"),
+            address=address_of(client[0] if client else None),
         )
 
     def owner_of(self, instance_id: str, known: InstanceRecord | None) -> str:

@@ -10,9 +10,11 @@ from dataclasses import replace
 from typing import Final
 
 from planner import policy
+from planner.accusations import Witness
 from planner.answering import Answering
 from planner.asking import Asked, Asking, finish_of
 from planner.batches import Batches, Gathering
+from planner.blame import Bounds, contradictions
 from planner.held import held_rates
 from planner.leases import Clock, LeaseMint
 from planner.metrics import Metrics
@@ -64,6 +66,7 @@ class Registry:
         )
         self._asking = Asking(settings, store, metrics)
         self._answering = Answering(store, self._mint)
+        self._bounds = Bounds(settings.quarantine_s, settings.heartbeat_s)
         self.scaleups = ScaleUps(store)
         metrics.follow(self.scaleups.count)
         gathering = Gathering(self.scaleups, settings.gather_s, self._arrive, metrics.gathered)
@@ -194,7 +197,7 @@ class Registry:
         owner = claimant.owner_of(name, self.state.instance(name))
         if old is not None:
             claimant.check_fork(old)
-        asked = await self._asking.asked(request, owner)
+        asked = await self._asking.asked(request, owner, claimant.address)
         return await self._plans.waiting(asked, self._batches.add)
 
     async def _arrive(self, asked: Asked) -> None:
@@ -217,7 +220,7 @@ class Registry:
         check_ranges("verified", progress.verified, fork.chunk_count)
         now = self.now()
         held = held_rates(fork, self.state.instance)
-        fork = replace(fork, progress=progress, held=held, seen_at=now)
+        before, fork = fork, replace(fork, progress=progress, held=held, seen_at=now)
         target = self.state.instance(fork.instance_id)
         instances: tuple[InstanceRecord, ...] = ()
         if target is not None:
@@ -225,7 +228,13 @@ class Registry:
             # How fast it reads within its host says nothing of its link.
             staying = any(takes_one_host(read.transports) for read in fork.reads)
             fastest = max(target.ingress_rate or 0.0, 0.0 if staying else progress.bytes_per_s) or None
-            instances = (replace(target, report=report, seen_at=now, missing=False, ingress_rate=fastest),)
+            witness = Witness(fork.instance_id, target.report.placement.host, claimant.address)
+            doubts = contradictions(before, progress, witness, self.state.instance, now, self._bounds)
+            target = next((each for each in doubts if each.report.instance_id == fork.instance_id), target)
+            others = tuple(each for each in doubts if each.report.instance_id != fork.instance_id)
+            instances = (
+                replace(target, report=report, seen_at=now, missing=False, ingress_rate=fastest), *others,
+            )  # fmt: skip
         try:
             await self.store.commit(Change(instances=instances, forks=(fork,)))
         except StoreUnavailable as error:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from planner.accusations import Accusation, standing
 from planner.fleet import Place, Source, Storage
 from rfork import wire
 from rfork.fields import ForkState
@@ -51,6 +52,10 @@ class InstanceRecord:
     """Whether it has asked for its (first) fork."""
     owner: str = ""
     """Digest of the secret that later changes must show; empty: any caller may change it."""
+    accusations: tuple[Accusation, ...] = ()
+    """What readers say that it did wrong, the oldest first."""
+    doubted: int = 0
+    """How many of its own accusations other readers contradicted."""
 
     @property
     def group(self) -> GroupKey:
@@ -98,6 +103,7 @@ class InstanceRecord:
             report=report if report.state == state else report.model_copy(update={"state": state}),
             age_s=max(0.0, now - self.seen_at),
             quarantined=self.quarantine if now < self.quarantined_until else None,
+            accused=next((each.why for each in standing(self.accusations, report.generation, now)), None),
         )
 
 

@@ -2,8 +2,8 @@
 
 A server draws its secret once and sends it with every call that changes something. The planner binds an
 instance's record to the first secret that it sees for it, and derives the instance's lease keys from the
-secret's digest as well as from its own key. So another caller can neither change the record nor obtain the keys,
-not even after a restart of the planner, when that caller may be the first to report under the instance's id.
+secret's digest as well as from its own key. So another caller can neither change the record nor obtain the
+keys, not even after a restart of the planner, when it may be the first to report under the instance's id.
 
 All processes of one server share the secret, so that a preStop hook may drain what the engine registered: by
 `RFORK_OWNER_SECRET`, or else by a file that only this user can read.

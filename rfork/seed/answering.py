@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from uuid import uuid4
 
+from rfork.control.lease import LeaseClaims
 from rfork.errors import LayoutMismatch, SourceBusy, SourceChanged, TransportUnusable
 from rfork.image.board import ChunkBoard
 from rfork.image.manifest import Manifest
@@ -69,7 +70,9 @@ class Answering(Suspending):
         self.identity = identity
         self.settings = settings
         self.given_bytes = 0
-        self._leases = LeaseBook(identity.instance_id, settings.max_readers, clock=time.time)
+        self._leases = LeaseBook(
+            identity.instance_id, settings.max_readers, layout_id=image.layout.layout_id, clock=time.time
+        )
         self._given = Given(tracer, lambda: self._governor.held, identity.instance_id)
         self._channels = Channels(self._leases, self._exports, self._tell, self._given)
         self._latency = LatencyGuard(settings.latency_setpoint, floor=self._floor)
@@ -88,9 +91,9 @@ class Answering(Suspending):
 
     def admit(self, token: str, begin: int, end: int) -> str:
         """See `rfork.transport.base.Gate.admit`."""
-        claims = self._leases.check(token, self.generation)
+        claims = self._claims(token)
         if not self.board.holds(begin, end):
-            self._leases.check(token, self.generation)  # it may have been fenced between the two
+            self._claims(token)  # it may have been fenced between the two
             raise SourceBusy(f"bytes {begin}-{end} are not verified here yet")
         return claims.fork_id
 
@@ -114,11 +117,16 @@ class Answering(Suspending):
         """See `rfork.transport.base.Gate.etag`."""
         return f"{self.identity.instance_id}-{self.generation}"
 
+    def _claims(self, token: str) -> LeaseClaims:
+        manifest = self._manifest
+        weights_id = manifest.weights_id if manifest is not None else None
+        return self._leases.check(token, self.generation, weights_id)
+
     # -- PeerHost: what the peer service asks --------------------------------------------------------
 
     def check(self, token: str) -> str:
         """The fork_id a token was leased to; raises as `Gate.admit` does."""
-        return self._leases.check(token, self.generation).fork_id
+        return self._claims(token).fork_id
 
     def open_channel(
         self, fork_id: str, layout_id: str, transports: list[str], address: str

@@ -54,7 +54,7 @@ class PlannerSettings(BaseSettings):
         0.0, ge=0, description="requests a second that one caller (token and address) may send; 0: no limit"
     )
     max_body: int = Field(4 << 20, gt=0, description="largest request body, in bytes")
-    lease_ttl_s: float = Field(30.0, gt=0, description="seconds a lease lives unless renewed")
+    lease_ttl_s: float = Field(30.0, gt=0, le=3600, description="seconds a lease lives unless renewed")
     heartbeat_s: float = Field(5.0, gt=0, description="seconds between an instance's heartbeats")
     forget_s: float = Field(20.0, gt=0, description="seconds of silence after which an instance is forgotten")
     quarantine_s: float = Field(

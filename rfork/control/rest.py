@@ -146,6 +146,8 @@ class RestClient:
         hint, wait_s = "", _retry_after(response)
         if problem.type.endswith("/not-owner"):
             hint = "call it where the instance runs, with its RFORK_OWNER_SECRET, or with an operator's token"
+        elif problem.type.endswith(("/unknown-host", "/cross-origin")):
+            hint = "reach the planner by its address, or set RFORK_PLANNER_ALLOWED_HOSTS there"
         elif response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             hint = "set RFORK_TOKEN to the planner's token"
         elif wait_s is not None:

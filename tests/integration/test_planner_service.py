@@ -33,9 +33,9 @@ import os, signal
 import planner.service
 make = planner.service.create_app
 
-def told(settings):
+def told(settings, **more):
     os.kill(os.getpid(), signal.SIGTERM)
-    return make(settings)
+    return make(settings, **more)
 
 planner.service.create_app = told
 """

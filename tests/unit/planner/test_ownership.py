@@ -1,4 +1,4 @@
-"""Which caller may change an instance's record and its forks."""
+"""Ownership of records: an instance's record and its forks are changed by its owner."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from rfork.engines.launch import findable, for_the_engine, rewritten
 from rfork.engines.supervising import supervise
 from rfork.errors import RforkError, SettingsError
 from rfork.logs import configure, logger
-from rfork.settings import Settings
+from rfork.settings import Settings, redacted
 
 log = logger(__name__)
 
@@ -44,7 +44,9 @@ def launch(
         configure(settings.log_json, settings.log_level)
         replica = started.environment[flags.variable("replica")]
         owner_secret(settings)  # read now: its file may be gone when the server ends
-        log.info("launching", engine=started.engine, replica=replica, command=" ".join(started.command))
+        log.info(
+            "launching", engine=started.engine, replica=replica, command=redacted(" ".join(started.command))
+        )
         with findable(for_the_engine(started.environment, settings)) as environment:
             code = supervise(started.command, environment, lambda stop: _drain(settings, replica, stop))
         raise typer.Exit(code)

@@ -16,7 +16,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rfork.control.ownership import OWNER_HEADER
 from rfork.errors import PlannerRefused, PlannerUnreachable, SettingsError
-from rfork.settings import TlsSettings
+from rfork.settings import TlsSettings, redacted
 from rfork.tracing import carrier
 from rfork.wire import Problem
 
@@ -56,10 +56,16 @@ class RestClient:
             raise _bad_url(url, str(error)) from None
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise _bad_url(url, "it does not begin with http:// or https:// and a host")
+        basic: httpx.Auth | None = None
+        if parsed.userinfo:
+            # Sent as a header, and kept out of every URL that may be shown or logged.
+            basic = httpx.BasicAuth(parsed.username, parsed.password)
+            self.url = str(parsed.copy_with(username=None, password=None)).rstrip("/")
         try:
             self._http = httpx.Client(
                 base_url=self.url,
                 headers=headers,
+                auth=basic,
                 timeout=timeout_s,
                 verify=_ssl_context(tls) if parsed.scheme == "https" else _nobody(),
                 transport=transport,
@@ -229,7 +235,10 @@ def _retry_after(response: httpx.Response) -> float | None:
 
 
 def _bad_url(url: str, reason: str) -> SettingsError:
-    return SettingsError(f"planner URL {url!r} cannot be used: {reason}", hint="e.g. http://127.0.0.1:8700")
+    shown = redacted(url)
+    # The parser's reason may quote a part of the password.
+    reason = reason if shown == url else "malformed; quote special characters of the password (%40 for @)"
+    return SettingsError(f"planner URL {shown!r} cannot be used: {reason}", hint="e.g. http://127.0.0.1:8700")
 
 
 def _nobody() -> ssl.SSLContext:

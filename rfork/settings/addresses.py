@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -16,6 +17,12 @@ def own_address() -> str:
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
+
+
+def redacted(text: str) -> str:
+    """The text, without the user names and passwords of URLs in it."""
+    # Up to the last @: a password that was not quoted may hold any other character.
+    return re.sub(r"(?<=://)\S*@", "***@", text)
 
 
 def host_port(host: str, port: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rfork.errors import SettingsError
-from rfork.settings import PlannerSettings, Settings, load, node_name
+from rfork.settings import PlannerSettings, Settings, load, node_name, redacted
 
 
 @pytest.mark.parametrize(
@@ -93,3 +93,17 @@ def test_a_host_that_is_named_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a deployment knows better, it says."""
     monkeypatch.setenv("RFORK_HOST", "gpu-17")
     assert "gpu-17" == load(Settings).host
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("http://p:1/x", "http://p:1/x"),
+        ("http://u:p@h/x", "http://***@h/x"),
+        ("http://u:p/q@r@h", "http://***@h"),
+        ("vllm --rfork-planner https://u:p@h -x", "vllm --rfork-planner https://***@h -x"),
+    ],
+)
+def test_passwords_of_urls_are_redacted(text: str, expected: str) -> None:
+    """Whatever characters they hold."""
+    assert expected == redacted(text)

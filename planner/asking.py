@@ -123,6 +123,11 @@ class Asking:
                     "source quarantined", instance_id=record.report.instance_id, reason=record.quarantine,
                     fork_id=request.fork_id, quarantine_s=self._settings.quarantine_s,
                 )  # fmt: skip
+            elif record.accusations and (held is None or held.accusations != record.accusations):
+                self._log.warning(
+                    "source accused", instance_id=record.report.instance_id,
+                    reason=record.accusations[-1].why, fork_id=request.fork_id,
+                )  # fmt: skip
         if verdict.marked or ended:
             # Before the plan is made: the slots of a relay that is gone are free for it.
             await self._store.commit(Change(instances=verdict.marked, forks=ended))

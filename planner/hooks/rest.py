@@ -220,9 +220,10 @@ class RestFleet:
 
 
 def _bad_url(url: str, reason: str) -> SettingsError:
-    return SettingsError(
-        f"planner URL {redacted(url)!r} cannot be used: {reason}", hint="e.g. http://127.0.0.1:8700"
-    )
+    shown = redacted(url)
+    # The parser's reason may quote a part of the password.
+    reason = reason if shown == url else "malformed; quote special characters of the password (%40 for @)"
+    return SettingsError(f"planner URL {shown!r} cannot be used: {reason}", hint="e.g. http://127.0.0.1:8700")
 
 
 def _ssl_context(tls: TlsSettings) -> ssl.SSLContext:

@@ -84,7 +84,8 @@ def check_planner(settings: Settings, transport: httpx.BaseTransport | None = No
             heard = time.time()
             listing = client.get("/v1/models")
     except (httpx.HTTPError, httpx.InvalidURL, SettingsError, ValueError) as error:
-        detail = f"{url}: {redacted(str(error)) or type(error).__name__}"
+        reason = str(error) if url == settings.planner else ""  # it may quote a part of the password
+        detail = f"{url}: {reason or type(error).__name__}"
         return [Check("planner", "fail", detail, "start it (rfork planner), or correct RFORK_PLANNER")]
     if health.status_code != 200:
         detail = f"{url}/healthz answered {health.status_code}"

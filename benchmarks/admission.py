@@ -39,6 +39,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import harness
 from planner.hooks.kubernetes import names
+from rfork.control.ownership import OWNER_HEADER
 from rfork.errors import RforkError
 from rfork.wire import ForkRequest, InstanceReport, Placement
 from tests.kube.control_plane import ControlPlane, control_plane
@@ -50,6 +51,8 @@ HEX: Final = "0" * 32
 CHUNKS: Final = 64
 JOBS: Final = "/apis/batch/v1/namespaces/burst/jobs"
 ANNOUNCED_S: Final = 60.0
+OWNER: Final = "o" * 32
+"""Secret of all instances."""
 """How long the controller may take to announce what was created, and to withdraw what is gone."""
 SEED: Final = InstanceReport(
     instance_id="seed",
@@ -224,7 +227,7 @@ async def _until_expected(planner: httpx.AsyncClient, count: int) -> None:
 
 def _planner(fleet: Installation) -> httpx.AsyncClient:
     token = fleet.secret(f"{fleet.release}-planner", "operator-token")
-    headers = {"Authorization": f"Bearer {token}"}
+    headers = {"Authorization": f"Bearer {token}", OWNER_HEADER: OWNER}
     return httpx.AsyncClient(base_url=fleet.planner, headers=headers, trust_env=False, timeout=60)
 
 
@@ -241,7 +244,7 @@ def _request(fleet: Installation, token: str, uid: str) -> bytes:
     body = ForkRequest(fork_id=uid, instance=target).model_dump_json().encode()
     head = (
         f"POST /v1/forks HTTP/1.1\r\nHost: 127.0.0.1:{fleet.planner_port}\r\n"
-        f"Authorization: Bearer {token}\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {token}\r\n{OWNER_HEADER}: {OWNER}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + body

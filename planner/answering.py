@@ -87,5 +87,5 @@ class Answering:
         report = source.report
         return self._mint.lease(
             fork_id=fork_id, source_id=report.instance_id, layout_id=report.layout_id,
-            weights_id=report.weights_id, generation=report.generation,
+            weights_id=report.weights_id, generation=report.generation, owner=source.owner,
         )  # fmt: skip

@@ -26,6 +26,7 @@ from planner.leases import Clock
 from planner.limits import RateLimit
 from planner.metrics import Metrics
 from planner.middleware import BodyLimit, Guard, RequestLog
+from planner.origins import KnownHosts, OriginGuard
 from planner.registry import SWEEP_S, Registry
 from planner.store.base import Store, StoreUnavailable
 from planner.store.memory import MemoryStore
@@ -135,9 +136,10 @@ def create_app(
     clock: Clock | None = None,
     store: Store | None = None,
     tracer: Tracer | None = None,
+    hosts: KnownHosts | None = None,
 ) -> PlannerApp:
     """Build the application; `clock`, `store` and `tracer` default to this machine's clocks, memory, and what
-    the settings of tracing say.
+    the settings of tracing say. `hosts`: those under which it is reached while it has no token; None: any.
     """
     metrics, clock, tracer = Metrics(), clock or Clock(), tracer or process_tracer(PLANNER)
     registry = Registry(settings, store or make_store(settings, clock), clock, metrics, tracer)
@@ -151,6 +153,8 @@ def create_app(
     rate = RateLimit(settings.rate_limit, clock.monotonic) if settings.rate_limit else None
     if auth.guarded or rate is not None:
         app.add_middleware(Guard, auth=auth, rate=rate, refused=metrics.refused)
+    if hosts is not None and not auth.guarded:
+        app.add_middleware(OriginGuard, hosts=hosts, refused=metrics.refused)
     app.add_middleware(RequestLog)
     for router in (
         instances_router(registry),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from planner.blame import Verdict, judge
+from planner.accusations import Witness
+from planner.blame import AvoidedByHost, Bounds, Verdict, judge
 from planner.metrics import Metrics
 from planner.problems import ProblemError, busy, check_ranges, invalid
 from planner.store.base import Change, Conflict, Store
@@ -66,10 +67,12 @@ class Asking:
         self._settings = settings
         self._store = store
         self._metrics = metrics
+        self._bounds = Bounds(settings.quarantine_s, settings.heartbeat_s)
+        self._avoided = AvoidedByHost()
         self._log = logger("planner.asking")
 
-    def heard(self, report: InstanceReport) -> InstanceRecord:
-        """The instance's record with this report in it, and with what was found out about it before."""
+    def heard(self, report: InstanceReport, owner: str = "") -> InstanceRecord:
+        """The instance's record with this report and owner, and with what was found out about it before."""
         check_ranges("verified", report.verified, report.chunk_count)
         now, old = self._store.now(), self._store.state.instance(report.instance_id)
         if old is None:
@@ -78,10 +81,12 @@ class Asking:
                 seen_at=now,
                 forget_s=self._settings.forget_s,
                 since=now,
+                owner=owner,
                 resolved_version=_version_by_content(report),
             )
         record = replace(
             old,
+            owner=owner,
             report=report,
             seen_at=now,
             missing=False,
@@ -104,7 +109,7 @@ class Asking:
             version=report.version, rank=report.rank.key, address=report.address,
         )  # fmt: skip
 
-    async def asked(self, request: ForkRequest) -> Asked:
+    async def asked(self, request: ForkRequest, owner: str = "", address: str = "") -> Asked:
         """Check a request and weigh the faults it reports. Raises ProblemError."""
         report, state, now = request.instance, self._store.state, self._store.now()
         if report.state != "loading":
@@ -116,11 +121,15 @@ class Asking:
             raise ProblemError(409, "fork-conflict", f"fork {request.fork_id} belongs to {old.instance_id}")
         if old is not None and not old.live and not old.lost:
             raise ProblemError(409, "fork-ended", f"fork {request.fork_id} has ended: ask under another id")
-        resolution = await self._settle_version(request)
-        target = self._target(request, resolution.version)
+        resolution = await self._settle_version(request, owner)
+        target = self._target(request, resolution.version, owner)
         for fault in request.faults:
             self._metrics.fault(fault)
-        verdict = judge(request.faults, old, state.instance, now, self._settings.quarantine_s)
+        witness = Witness(report.instance_id, report.placement.host, address)
+        shared = self._avoided.of(witness, now)
+        verdict = judge(request.faults, old, state.instance, now, self._bounds, witness, shared)
+        if request.faults:
+            self._avoided.set(witness, verdict.shared)
         known = state.instance(report.instance_id)
         if known is not None and set(known.report.storage) - set(report.storage):
             verdict = verdict.without(report.instance_id)  # what failed is offered no more: the rest is good
@@ -132,11 +141,17 @@ class Asking:
             self._metrics.lost()
             ended = (replace(before, lost=True, finish=finish),)
         for record in verdict.marked:
-            if now < record.quarantined_until:
+            held = state.instance(record.report.instance_id)
+            if now < record.quarantined_until and not (held and now < held.quarantined_until):
                 self._metrics.quarantined()
                 self._log.warning(
                     "source quarantined", instance_id=record.report.instance_id, reason=record.quarantine,
                     fork_id=request.fork_id, quarantine_s=self._settings.quarantine_s,
+                )  # fmt: skip
+            elif record.accusations and (held is None or held.accusations != record.accusations):
+                self._log.warning(
+                    "source accused", instance_id=record.report.instance_id,
+                    reason=record.accusations[-1].why, fork_id=request.fork_id,
                 )  # fmt: skip
         if verdict.marked or ended:
             # Before the plan is made: the slots of a relay that is gone are free for it.
@@ -144,7 +159,7 @@ class Asking:
         arrives = target.asked and not (known is not None and known.asked)
         return Asked(request, target, known is not None, old, verdict, arrives, resolution.note)
 
-    async def _settle_version(self, request: ForkRequest) -> Resolution:
+    async def _settle_version(self, request: ForkRequest, owner: str) -> Resolution:
         """Choose the version that the target gets, so that all ranks of its replica get the same.
 
         A choice that depends on other instances is committed before anything is planned: of two requests that
@@ -174,7 +189,7 @@ class Asking:
             alone = report.replica is None or weights_version.is_single(report.rank)
             if settled or (own_version and alone):
                 return resolution
-            record = self._with_version(self.heard(report), resolution.version)
+            record = self._with_version(self.heard(report, owner), resolution.version)
             try:
                 await self._store.commit(Change(instances=(record,), group=key, version=changes))
             except Conflict:
@@ -192,24 +207,25 @@ class Asking:
         )
         return replace(record, report=report, resolved_version=version)
 
-    def _target(self, request: ForkRequest, version: str) -> InstanceRecord:
+    def _target(self, request: ForkRequest, version: str, owner: str) -> InstanceRecord:
         """The target's record, which says that it has asked unless others planned for it before a restart."""
-        target = self._with_version(self.heard(request.instance), version)
+        target = self._with_version(self.heard(request.instance, owner), version)
         begun = bool(request.faults or request.current)
         return target if target.asked or begun else replace(target, asked=True)
 
     def still(self, asked: Asked) -> Asked | None:
         """The request on top of what is known of its instance and its fork now.
 
-        None where the instance was removed meanwhile, or the fork ended.
+        None where the instance was removed meanwhile or got another owner, or the fork ended.
         """
-        report, state = asked.request.instance, self._store.state
-        if asked.known and state.instance(report.instance_id) is None:
+        report, state, owner = asked.request.instance, self._store.state, asked.target.owner
+        known = state.instance(report.instance_id)
+        if asked.known if known is None else known.owner not in ("", owner):
             return None
         old = state.fork(asked.fork_id) or asked.old
         if old is not None and not old.live and not old.lost:
             return None
-        target = self._target(asked.request, asked.target.version)
+        target = self._target(asked.request, asked.target.version, owner)
         return replace(asked, old=old, target=target if old else replace(target, slow_since=None))
 
     def planned_meanwhile(self, asked: Asked) -> ForkRecord | None:

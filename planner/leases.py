@@ -59,14 +59,24 @@ class LeaseMint:
         """The time by which leases end, in seconds since the epoch."""
         return self._clock.unix()
 
-    def keys_of(self, instance_id: str) -> tuple[str, ...]:
-        """The keys (base64url, the newest first) that the instance checks tokens with."""
-        return self._keys(instance_id).told
+    def keys_of(self, instance_id: str, owner: str = "") -> tuple[str, ...]:
+        """The keys (base64url, the newest first) that the owner of the instance checks tokens with."""
+        return self._keys(instance_id, owner).told
 
     def lease(
-        self, *, fork_id: str, source_id: str, layout_id: str, weights_id: str | None, generation: int
+        self,
+        *,
+        fork_id: str,
+        source_id: str,
+        layout_id: str,
+        weights_id: str | None,
+        generation: int,
+        owner: str = "",
     ) -> Lease:
-        """The right for one fork to read one generation of one source's image, for the time to live."""
+        """The right for one fork to read one generation of one source's image, for the time to live.
+
+        `owner`: of the source's record.
+        """
         claims = LeaseClaims(
             fork_id=fork_id,
             source_id=source_id,
@@ -75,8 +85,8 @@ class LeaseMint:
             generation=generation,
             expires_at=self._clock.unix() + self._ttl_s,
         )
-        return Lease(token=sign(claims, self._keys(source_id).signs), expires_in_s=self._ttl_s)
+        return Lease(token=sign(claims, self._keys(source_id, owner).signs), expires_in_s=self._ttl_s)
 
-    def _derive(self, instance_id: str) -> _Keys:
-        told = tuple(derive_key(secret, instance_id) for secret in self._secrets)
+    def _derive(self, instance_id: str, owner: str) -> _Keys:
+        told = tuple(derive_key(secret, instance_id, owner) for secret in self._secrets)
         return _Keys(told, decode_key(told[0]))

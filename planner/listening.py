@@ -13,6 +13,7 @@ from typing import Final
 import uvicorn
 from starlette.types import ASGIApp
 
+from planner.accepting import BoundedServer
 from rfork.errors import PortInUse, SettingsError
 from rfork.settings import host_port
 
@@ -55,7 +56,7 @@ def address_of(bind: str, listener: socket.socket) -> str:
     return host_port(bind, int(listener.getsockname()[1]))
 
 
-class _Server(uvicorn.Server):
+class _Server(BoundedServer):
     """One server of several in a process: signals are the process's, not its own."""
 
     def __init__(self, config: uvicorn.Config) -> None:

@@ -147,6 +147,7 @@ class Planning:
             progress=old.progress if old else None,
             blames=asked.verdict.blames,
             read_from=(old.read_from if old else frozenset()).union(sources),
+            owner=asked.target.owner,
         )
 
     def _forgotten(self, asked: Asked, now: float) -> bool:

@@ -10,12 +10,15 @@ from dataclasses import replace
 from typing import Final
 
 from planner import policy
+from planner.accusations import Witness
 from planner.answering import RETRY_S, Answering
 from planner.asking import Asked, Asking, finish_of
 from planner.batches import Batches, Gathering
+from planner.blame import Bounds, contradictions
 from planner.held import held_rates
 from planner.leases import Clock, LeaseMint
 from planner.metrics import Metrics
+from planner.ownership import PLANNER, Claimant
 from planner.planning import ATTEMPTS, Planning
 from planner.policy.ways import takes_one_host
 from planner.problems import ProblemError, busy, check_ranges
@@ -66,6 +69,7 @@ class Registry:
         )
         self._asking = Asking(settings, store, metrics)
         self._answering = Answering(store, self._mint)
+        self._bounds = Bounds(settings.quarantine_s, settings.heartbeat_s)
         self.scaleups = ScaleUps(store)
         metrics.follow(self.scaleups.count)
         gathering = Gathering(self.scaleups, settings.gather_s, self._arrive, metrics.gathered)
@@ -88,26 +92,30 @@ class Registry:
 
     # -- instances --------------------------------------------------------------------------------
 
-    async def report(self, report: InstanceReport) -> InstanceAck:
+    async def report(self, report: InstanceReport, claimant: Claimant = PLANNER) -> InstanceAck:
         """Register an instance or take its heartbeat."""
         await self.sweep()
-        record, old = self._asking.heard(report), self.state.instance(report.instance_id)
+        old = self.state.instance(report.instance_id)
+        record = self._asking.heard(report, claimant.owner_of(report.instance_id, old))
         await self.store.commit(Change(instances=(record,)))
         if old is None or old.report.state != report.state:
             self._asking.log_new(report)
         return InstanceAck(
             heartbeat_s=self._settings.heartbeat_s,
-            lease_keys=self._mint.keys_of(report.instance_id),
+            lease_keys=self._mint.keys_of(report.instance_id, record.owner),
             unix_s=self._mint.unix_s,
         )
 
-    async def drain(self, instance_id: str, *, force: bool = False) -> InstanceRecord:
+    async def drain(
+        self, instance_id: str, claimant: Claimant = PLANNER, *, force: bool = False
+    ) -> InstanceRecord:
         """Give the instance no new readers, whatever it reports, until it is removed or forgotten.
 
         ProblemError `last-seed` (409) where nobody else holds its weights whole, unless forced.
         """
         for _ in range(ATTEMPTS):
             record = replace(self.instance(instance_id), drained=True)
+            claimant.check_end(record)
             version = self.store.version(record.group)
             if not force and self._last_seed(self.instance(instance_id)):
                 raise ProblemError(
@@ -157,10 +165,14 @@ class Registry:
             reason = "it is drained and nobody reads from it"
         return MayExit(may_exit=True, readers=0, reason=reason)
 
-    async def remove(self, instance_id: str) -> None:
+    async def remove(self, instance_id: str, claimant: Claimant = PLANNER) -> None:
         """Forget the instance and end its fork."""
-        fork = self.state.live_fork_of(instance_id)
-        known = self.state.instance(instance_id) is not None
+        fork, record = self.state.live_fork_of(instance_id), self.state.instance(instance_id)
+        known = record is not None
+        if record is not None:
+            claimant.check_end(record)
+        elif fork is not None:
+            claimant.check_fork(fork)
         ended = (self._given_up(fork, "interrupted", "its instance was removed"),) if fork is not None else ()
         if known or ended:
             await self.store.commit(Change(forks=ended, gone=(instance_id,) if known else ()))
@@ -182,13 +194,17 @@ class Registry:
             raise ProblemError(404, "unknown-fork", f"no fork {fork_id} is known")
         return record
 
-    async def ask(self, request: ForkRequest) -> Plan:
+    async def ask(self, request: ForkRequest, claimant: Claimant = PLANNER) -> Plan:
         """Plan a fork, or plan it again around the sources that failed it."""
         await self.sweep()
         if self._is_early(request.instance):
             reason = "the planner has just started: it does not know yet which version the replica has"
             return Plan(fork_id=request.fork_id, reason=reason, retry_after_s=RETRY_S)
-        asked = await self._asking.asked(request)
+        name, old = request.instance.instance_id, self.state.fork(request.fork_id)
+        owner = claimant.owner_of(name, self.state.instance(name))
+        if old is not None:
+            claimant.check_fork(old)
+        asked = await self._asking.asked(request, owner, claimant.address)
         return await self._plans.waiting(asked, self._batches.add)
 
     def _is_early(self, report: InstanceReport) -> bool:
@@ -206,10 +222,13 @@ class Registry:
         if not asked.known:
             self._asking.log_new(asked.request.instance)
 
-    async def progress(self, fork_id: str, progress: ForkProgress) -> ProgressAck:
+    async def progress(
+        self, fork_id: str, progress: ForkProgress, claimant: Claimant = PLANNER
+    ) -> ProgressAck:
         """Take a fork's progress, which is a sign of life of its instance too, and renew its leases."""
         await self.sweep()
         fork = self.fork(fork_id)
+        claimant.check_fork(fork)
         if fork.lost:
             raise ProblemError(404, "unknown-fork", f"fork {fork_id} was given up: ask again")
         if not fork.live:
@@ -217,7 +236,7 @@ class Registry:
         check_ranges("verified", progress.verified, fork.chunk_count)
         now = self.now()
         held = held_rates(fork, self.state.instance)
-        fork = replace(fork, progress=progress, held=held, seen_at=now)
+        before, fork = fork, replace(fork, progress=progress, held=held, seen_at=now)
         target = self.state.instance(fork.instance_id)
         instances: tuple[InstanceRecord, ...] = ()
         if target is not None:
@@ -225,7 +244,13 @@ class Registry:
             # How fast it reads within its host says nothing of its link.
             staying = any(takes_one_host(read.transports) for read in fork.reads)
             fastest = max(target.ingress_rate or 0.0, 0.0 if staying else progress.bytes_per_s) or None
-            instances = (replace(target, report=report, seen_at=now, missing=False, ingress_rate=fastest),)
+            witness = Witness(fork.instance_id, target.report.placement.host, claimant.address)
+            doubts = contradictions(before, progress, witness, self.state.instance, now, self._bounds)
+            target = next((each for each in doubts if each.report.instance_id == fork.instance_id), target)
+            others = tuple(each for each in doubts if each.report.instance_id != fork.instance_id)
+            instances = (
+                replace(target, report=report, seen_at=now, missing=False, ingress_rate=fastest), *others,
+            )  # fmt: skip
         try:
             await self.store.commit(Change(instances=instances, forks=(fork,)))
         except StoreUnavailable as error:
@@ -233,7 +258,7 @@ class Registry:
             self._log.warning("progress not stored", fork_id=fork_id, reason=str(error))
         return self._answering.renewed(fork)
 
-    async def finish(self, fork_id: str, finish: ForkFinish) -> None:
+    async def finish(self, fork_id: str, finish: ForkFinish, claimant: Claimant = PLANNER) -> None:
         """End a fork; one that is not known, or has ended, holds no lease to release."""
         fork = self.state.fork(fork_id)
         if fork is None:
@@ -241,6 +266,7 @@ class Registry:
             fork = self.state.fork(fork_id)
         if fork is None or not (fork.live or fork.lost):
             return
+        claimant.check_fork(fork)
         instances: tuple[InstanceRecord, ...] = ()
         target = self.state.instance(fork.instance_id)
         if finish.outcome == "forked" and target is not None and target.report.state == "loading":

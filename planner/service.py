@@ -13,9 +13,11 @@ from typing import Final
 
 import uvicorn
 
+from planner.accepting import BoundedServer
 from planner.app import create_app
 from planner.hooks.beside import HooksBeside, hooks_beside
 from planner.listening import KEEP_ALIVE_S, SHUTDOWN_S, address_of, listen
+from planner.origins import KnownHosts
 from rfork import __version__
 from rfork.errors import SettingsError
 from rfork.fields import VERSION_HEADER
@@ -80,7 +82,7 @@ def url_of(settings: PlannerSettings, listener: socket.socket) -> str:
     return f"{'https' if settings.tls.serves else 'http'}://{address_of(settings.bind, listener)}"
 
 
-class _Server(uvicorn.Server):
+class _Server(BoundedServer):
     """Says when it is up, and when it is about to go. Ends at once where it was `asked` to already."""
 
     def __init__(
@@ -115,7 +117,7 @@ def _server(
     asked: Sequence[int] = (),
 ) -> uvicorn.Server:
     log, tls, url = logger("planner"), settings.tls, url_of(settings, listener)
-    app = create_app(settings)
+    app = create_app(settings, hosts=KnownHosts.of(settings))
     if hooks is not None:
         app.metrics.registry.register(hooks.metrics)
     config = uvicorn.Config(

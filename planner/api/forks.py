@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Path, Query
+from fastapi import APIRouter, Body, Path, Query, Request
 
 from planner.api import examples
 from planner.api.documents import ALWAYS, WITH_BODY, Told, answer, named, problems
 from planner.api.pages import PAGE, After, Limit, page
 from planner.api.reports import own_names
+from planner.ownership import NOT_OWNER, PARAMETER, Claimant
 from planner.registry import Registry
 from rfork.fields import ForkState, Identifier
 from rfork.wire import ForkFinish, ForkPage, ForkProgress, ForkRequest, ForkView, Plan, ProgressAck
@@ -17,6 +18,7 @@ from rfork.wire import ForkFinish, ForkPage, ForkProgress, ForkRequest, ForkView
 ForkId = Annotated[Identifier, Path(description="chosen by the target", examples=["fork-1"])]
 
 UNKNOWN = Told(404, "unknown-fork", "no fork fork-1 is known")
+FOREIGN = Told(403, NOT_OWNER, "fork fork-1 belongs to another caller: X-Rfork-Owner does not match")
 ENDED = Told(409, "fork-ended", "fork fork-1 has ended: ask under another id")
 BUSY = Told(503, "busy", "other planners changed this group at each attempt: ask again")
 
@@ -29,9 +31,11 @@ def forks_router(registry: Registry) -> APIRouter:
         "",
         summary="Ask for a plan, or for a new one",
         responses=answer({"read from a seed": examples.PLAN, "cold start: read storage": examples.COLD_PLAN})
-        | problems(*WITH_BODY, ENDED, BUSY),
+        | problems(*WITH_BODY, FOREIGN, ENDED, BUSY),
+        openapi_extra=PARAMETER,
     )
     async def ask(
+        call: Request,
         request: Annotated[
             ForkRequest,
             Body(
@@ -54,15 +58,17 @@ def forks_router(registry: Registry) -> APIRouter:
         with neither `routes` nor `storage` says in `reason` what there is instead.
         """
         own_names(request.instance)
-        return await registry.ask(request)
+        return await registry.ask(request, Claimant.of(call.scope))
 
     @router.post(
         "/{fork_id}/progress",
         summary="Report progress, renew leases",
-        responses=answer(examples.PROGRESS_ACK) | problems(*WITH_BODY, UNKNOWN, ENDED, 503),
+        responses=answer(examples.PROGRESS_ACK) | problems(*WITH_BODY, FOREIGN, UNKNOWN, ENDED, 503),
+        openapi_extra=PARAMETER,
     )
     async def progress(
         fork_id: ForkId,
+        request: Request,
         progress: Annotated[
             ForkProgress,
             Body(openapi_examples=named({"half way": examples.PROGRESS})),
@@ -74,20 +80,22 @@ def forks_router(registry: Registry) -> APIRouter:
         had. Problem `unknown-fork` (404) means that the planner restarted, or heard nothing for too long: ask
         for a plan again.
         """
-        return await registry.progress(fork_id, progress)
+        return await registry.progress(fork_id, progress, Claimant.of(request.scope))
 
     @router.post(
         "/{fork_id}/finish",
         status_code=204,
         summary="Say how it ended",
-        responses=answer(status=204) | problems(*WITH_BODY, 503),
+        responses=answer(status=204) | problems(*WITH_BODY, FOREIGN, 503),
+        openapi_extra=PARAMETER,
     )
     async def finish(
         fork_id: ForkId,
+        request: Request,
         finish: Annotated[ForkFinish, Body(openapi_examples=named({"forked": examples.FINISH}))],
     ) -> None:
         """End the fork and release its leases. A fork that is not known, or has ended, is no error."""
-        await registry.finish(fork_id, finish)
+        await registry.finish(fork_id, finish, Claimant.of(request.scope))
 
     @router.get("", summary="List forks", responses=answer(examples.FORKS))
     async def list_forks(

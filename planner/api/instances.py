@@ -11,6 +11,7 @@ from planner.api.documents import ALWAYS, WITH_BODY, Told, answer, named, proble
 from planner.api.pages import PAGE, After, Limit, page
 from planner.api.reports import own_names
 from planner.auth import demand
+from planner.ownership import NOT_OWNER, PARAMETER, Claimant
 from planner.problems import invalid
 from planner.registry import Registry
 from rfork.fields import Identifier, InstanceState
@@ -19,6 +20,7 @@ from rfork.wire import InstanceAck, InstancePage, InstanceReport, InstanceView, 
 InstanceId = Annotated[Identifier, Path(description="chosen by the instance", examples=["seed-1"])]
 
 UNKNOWN = Told(404, "unknown-instance", "no instance seed-1 is known")
+FOREIGN = Told(403, NOT_OWNER, "instance seed-1 belongs to another caller: X-Rfork-Owner does not match")
 LAST_SEED = Told(
     409,
     "last-seed",
@@ -33,25 +35,32 @@ def instances_router(registry: Registry) -> APIRouter:
     @router.put(
         "/{instance_id}",
         summary="Register, or send a heartbeat",
-        responses=answer(examples.ACK) | problems(*WITH_BODY, 503),
+        responses=answer(examples.ACK) | problems(*WITH_BODY, FOREIGN, 503),
+        openapi_extra=PARAMETER,
     )
     async def report(
         instance_id: InstanceId,
+        request: Request,
         report: Annotated[InstanceReport, Body(openapi_examples=named({"seed": examples.SEED}))],
     ) -> InstanceAck:
         """Tell the planner all about one rank of an instance.
 
         The first report registers it, each further one is its heartbeat; every report carries everything,
         so that a planner that restarted knows it all again after one. Send the next one within `heartbeat_s`.
+
+        `X-Rfork-Owner` is a secret of the caller's choice. The first report binds the instance to it; each
+        later report, and every call on the instance's forks, must show the same one (problem `not-owner`,
+        403). The lease keys in the answer are derived from it too.
         """
         if report.instance_id != instance_id:
             raise invalid("instance_id", f"the path says {instance_id}, the body {report.instance_id}")
-        return await registry.report(own_names(report))
+        return await registry.report(own_names(report), Claimant.of(request.scope))
 
     @router.post(
         "/{instance_id}/drain",
         summary="Give it no new readers",
-        responses=answer(examples.DRAINING) | problems(UNKNOWN, LAST_SEED, 503),
+        responses=answer(examples.DRAINING) | problems(FOREIGN, UNKNOWN, LAST_SEED, 503),
+        openapi_extra=PARAMETER,
     )
     async def drain(
         instance_id: InstanceId,
@@ -64,11 +73,13 @@ def instances_router(registry: Registry) -> APIRouter:
         """Send no new forks to the instance; those that read from it go on. Lasts until it is removed.
 
         Problem `last-seed` (409) where nobody else holds its weights whole; `force` drains it all the same,
-        and takes an operator: an instance's own hook must not leave the next one a cold start.
+        and takes an operator: an instance's own hook must not leave the next one a cold start. A token with
+        the role `instance` must show the owner's secret.
         """
         if force:
             demand(request.scope, "operator")
-        return (await registry.drain(instance_id, force=force)).view(registry.now())
+        record = await registry.drain(instance_id, Claimant.of(request.scope), force=force)
+        return record.view(registry.now())
 
     @router.get(
         "/{instance_id}/exit",
@@ -89,11 +100,15 @@ def instances_router(registry: Registry) -> APIRouter:
         "/{instance_id}",
         status_code=204,
         summary="Forget an instance",
-        responses=answer(status=204) | problems(503),
+        responses=answer(status=204) | problems(FOREIGN, 503),
+        openapi_extra=PARAMETER,
     )
-    async def remove(instance_id: InstanceId) -> None:
-        """Forget the instance and end its fork. One that is not known is no error."""
-        await registry.remove(instance_id)
+    async def remove(instance_id: InstanceId, request: Request) -> None:
+        """Forget the instance and end its fork. One that is not known is no error.
+
+        A token with the role `instance` must show the owner's secret.
+        """
+        await registry.remove(instance_id, Claimant.of(request.scope))
 
     @router.get("", summary="List instances", responses=answer(examples.INSTANCES))
     async def list_instances(

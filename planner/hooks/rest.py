@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from planner.hooks.fleet import PlannerAway
 from rfork.errors import SettingsError
-from rfork.settings import Settings, TlsSettings
+from rfork.settings import Settings, TlsSettings, redacted
 from rfork.tracing import carrier
 from rfork.wire import (
     ForkPage,
@@ -65,6 +65,11 @@ class RestFleet:
             raise _bad_url(self.url, str(error)) from None
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise _bad_url(self.url, "it does not begin with http:// or https:// and a host")
+        basic: httpx.Auth | None = None
+        if parsed.userinfo:
+            # Sent as a header, and kept out of every URL that may be shown or logged.
+            basic = httpx.BasicAuth(parsed.username, parsed.password)
+            self.url = str(parsed.copy_with(username=None, password=None)).rstrip("/")
         headers = {"Accept": "application/json"}
         if token := settings.bearer:
             headers["Authorization"] = f"Bearer {token}"
@@ -72,6 +77,7 @@ class RestFleet:
             self._http = httpx.AsyncClient(
                 base_url=self.url,
                 headers=headers,
+                auth=basic,
                 timeout=self._timeout_s,
                 verify=_ssl_context(settings.tls),
                 transport=transport,
@@ -214,7 +220,10 @@ class RestFleet:
 
 
 def _bad_url(url: str, reason: str) -> SettingsError:
-    return SettingsError(f"planner URL {url!r} cannot be used: {reason}", hint="e.g. http://127.0.0.1:8700")
+    shown = redacted(url)
+    # The parser's reason may quote a part of the password.
+    reason = reason if shown == url else "malformed; quote special characters of the password (%40 for @)"
+    return SettingsError(f"planner URL {shown!r} cannot be used: {reason}", hint="e.g. http://127.0.0.1:8700")
 
 
 def _ssl_context(tls: TlsSettings) -> ssl.SSLContext:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from planner.accusations import Accusation, standing
 from planner.fleet import Place, Source, Storage
 from rfork import wire
 from rfork.fields import ForkState
@@ -58,6 +59,12 @@ class InstanceRecord:
     """Whether it has asked for its (first) fork."""
     resolved_version: str = ""
     """The version that the planner chose for an instance that reports none."""
+    owner: str = ""
+    """Digest of the secret that later changes must show; empty: any caller may change it."""
+    accusations: tuple[Accusation, ...] = ()
+    """What readers say that it did wrong, the oldest first."""
+    doubted: int = 0
+    """How many of its own accusations other readers contradicted."""
 
     @property
     def version(self) -> str:
@@ -111,6 +118,7 @@ class InstanceRecord:
             version=self.version or None,
             age_s=max(0.0, now - self.seen_at),
             quarantined=self.quarantine if now < self.quarantined_until else None,
+            accused=next((each.why for each in standing(self.accusations, report.generation, now)), None),
         )
 
 
@@ -170,6 +178,8 @@ class ForkRecord:
     """Every instance that any of its plans named; its own id stands for its own storage."""
     held: Mapping[str, int] = field(default_factory=dict)
     """Bytes a second that sources of its plan held all their readers to, where they did."""
+    owner: str = ""
+    """As its instance's when it was planned."""
 
     @property
     def group(self) -> GroupKey:

@@ -10,7 +10,7 @@ from rfork import settings as options
 from rfork.cli.console import configure_logs, err, out, print_json, reported
 from rfork.cli.options import BindOption, EgressOption, HostOption, JsonOption, PlannerOption
 from rfork.cli.progress import Bar, sources_note
-from rfork.settings import ArtifactSettings, Settings
+from rfork.settings import ArtifactSettings, Settings, redacted
 from rfork.signals import stopped_by_signal, wait_until
 from rfork.wire import ForkProgress
 
@@ -234,7 +234,7 @@ def _tell_given(giver: ArtifactGiver, settings: Settings, *, as_json: bool) -> N
     if seed is None or packed is None:
         return
     if settings.planner is not None and not seed.wait_acknowledged(settings.planner_timeout_s):
-        err.print(f"[yellow]warning:[/] {settings.planner} does not answer yet; trying on")
+        err.print(f"[yellow]warning:[/] {redacted(settings.planner)} does not answer yet; trying on")
     report = seed.report()
     if as_json:
         told = {"event": "ready", "files": packed.files, "bytes": packed.bytes, "left_out": packed.left_out}

@@ -157,6 +157,8 @@ def trouble_of(view: InstanceView) -> str:
     """What is wrong with an instance, or out of the ordinary; empty: nothing."""
     if view.quarantined:
         return f"quarantined: {view.quarantined}"
+    if view.accused:
+        return f"accused by a reader: {view.accused}"
     if view.age_s > SILENT_S:
         return f"silent for {view.age_s:.0f} s"
     if view.report.state == "draining":

@@ -18,12 +18,13 @@ from rfork import settings as options
 from rfork.cli.console import reported
 from rfork.control.client import PlannerClient
 from rfork.control.draining import drain_replica
+from rfork.control.ownership import owner_secret
 from rfork.engines import flags
 from rfork.engines.launch import findable, for_the_engine, rewritten
 from rfork.engines.supervising import supervise
 from rfork.errors import RforkError, SettingsError
 from rfork.logs import configure, logger
-from rfork.settings import Settings
+from rfork.settings import Settings, redacted
 
 log = logger(__name__)
 
@@ -42,7 +43,10 @@ def launch(
         settings = _settings(started.environment)
         configure(settings.log_json, settings.log_level)
         replica = started.environment[flags.variable("replica")]
-        log.info("launching", engine=started.engine, replica=replica, command=" ".join(started.command))
+        owner_secret(settings)  # read now: its file may be gone when the server ends
+        log.info(
+            "launching", engine=started.engine, replica=replica, command=redacted(" ".join(started.command))
+        )
         with findable(for_the_engine(started.environment, settings)) as environment:
             code = supervise(started.command, environment, lambda stop: _drain(settings, replica, stop))
         raise typer.Exit(code)

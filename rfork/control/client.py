@@ -17,6 +17,7 @@ import httpx
 from pydantic import TypeAdapter
 
 from rfork.control.events import SILENCE_S, EventStream
+from rfork.control.ownership import owner_secret, process_secret
 from rfork.control.rest import RestClient
 from rfork.control.token_file import TokenFile
 from rfork.errors import PlannerRefused, SettingsError
@@ -73,12 +74,23 @@ class PlannerClient:
         url: str,
         *,
         token: str | TokenFile | None = None,
+        owner: str | None = None,
         tls: TlsSettings | None = None,
         timeout_s: float = 5.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """`transport` replaces the sockets, for tests."""
-        self._rest = RestClient(url, token=token, tls=tls, timeout_s=timeout_s, transport=transport)
+        """`owner`: secret that proves which records are the caller's own; none: this process's.
+
+        `transport` replaces the sockets, for tests.
+        """
+        self._rest = RestClient(
+            url,
+            token=token,
+            tls=tls,
+            timeout_s=timeout_s,
+            transport=transport,
+            owner=owner or process_secret(),
+        )
         self.url = self._rest.url
         self._streams: WeakSet[EventStream] = WeakSet()
 
@@ -92,7 +104,10 @@ class PlannerClient:
             token = TokenFile(settings.token_file)
         elif settings.token is not None:
             token = settings.token.get_secret_value()
-        return cls(settings.planner, token=token, tls=settings.tls, timeout_s=settings.planner_timeout_s)
+        return cls(
+            settings.planner, token=token, owner=owner_secret(settings), tls=settings.tls,
+            timeout_s=settings.planner_timeout_s,
+        )  # fmt: skip
 
     # -- instances --------------------------------------------------------------------------------
 

@@ -22,7 +22,11 @@ LAST_SEED = "last-seed"
 """The planner's problem with draining the last that holds its weights."""
 FORBIDDEN = "forbidden"
 """The problem with a token that may not do what was asked: only an operator's may force."""
-UNDRAINED = "this token may not drain it, which takes an operator where it is the last that holds its weights"
+NOT_OWNER = "not-owner"
+"""The problem with an instance that another server registered."""
+UNDRAINED = (
+    "this token may not drain it: an operator's is needed for another server's instance or a last seed"
+)
 """Said of an instance that ends undrained."""
 
 OnWait = Callable[[str], None]
@@ -66,7 +70,7 @@ def drained(
                     _drain(client, instance_id, force=may_force)
                     asked = True
                 except PlannerRefused as error:
-                    if not undrained or error.problem not in (FORBIDDEN, LAST_SEED):
+                    if not undrained or error.problem not in (FORBIDDEN, LAST_SEED, NOT_OWNER):
                         raise
                     may_force = False  # it is drained without, once another holds its weights
             answer = client.may_exit(instance_id)

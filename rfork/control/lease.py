@@ -28,6 +28,11 @@ ALGORITHM: Final = "HS256"
 INFO: Final = b"rfork/lease/v1:"
 HEADER: Final = base64.urlsafe_b64encode(b'{"alg":"HS256","typ":"JWT"}').rstrip(b"=") + b"."
 REQUIRED: Final = ["sub", "aud", "exp", "layout", "generation"]
+MAX_LEASE_S: Final = 86_400.0
+"""Longest that a lease may still last: a key that leaked signs nothing for longer."""
+
+MAX_TIME: Final = 2**53
+"""Seconds: what a float holds exactly; JSON spells larger numbers, infinity and NaN, too."""
 
 _ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
 
@@ -46,10 +51,15 @@ class LeaseClaims:
     """Unix time in seconds."""
 
 
-def derive_key(secret: bytes, instance_id: str) -> str:
-    """The key of one instance, base64url: one of those that `InstanceAck.lease_keys` carries."""
+def derive_key(secret: bytes, instance_id: str, owner: str = "") -> str:
+    """The key of one instance, base64url: one of those that `InstanceAck.lease_keys` carries.
+
+    `owner`: of its record (`rfork.control.ownership`); empty: it has none. Another owner gets another key.
+    """
+    # An id has no zero byte, so no two pairs of id and owner are spelt alike.
+    info = INFO + instance_id.encode() + (b"\0" + owner.encode() if owner else b"")
     # The trailing 1 is HKDF's block counter.
-    block = hmac.digest(secret, INFO + instance_id.encode() + b"\x01", hashlib.sha256)
+    block = hmac.digest(secret, info + b"\x01", hashlib.sha256)
     return base64.urlsafe_b64encode(block).decode()
 
 
@@ -91,7 +101,8 @@ def verify(
     Several keys are given while a planner that restarted hands out a new one. `leeway_s` allows for
     clocks that differ; `now` is Unix time in seconds, this machine's clock where it is None.
 
-    Raises LeaseRefused, saying which of these it is: malformed, forged, for another source, expired.
+    Raises LeaseRefused, saying which of these it is: malformed, forged, for another source, expired,
+    or too long.
     """
     for key in (keys,) if isinstance(keys, bytes) else tuple(keys):
         try:
@@ -100,12 +111,21 @@ def verify(
                 key,
                 algorithms=[ALGORITHM],
                 # Audience and expiry are checked below, so that each refusal has its own words.
-                options={"require": REQUIRED, "verify_aud": False, "verify_exp": False},
+                options={
+                    "require": REQUIRED,
+                    "verify_aud": False,
+                    "verify_exp": False,
+                    "verify_iat": False,
+                    "verify_nbf": False,
+                },
             )
         except jwt.InvalidSignatureError:
             continue
         except jwt.PyJWTError as error:
             raise LeaseRefused(f"the lease is malformed: {error}") from None
+        except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
+            # What the library's parsers raise of input that was made for that.
+            raise LeaseRefused(f"the lease is malformed: {type(error).__name__}") from None
         claims = _claims(payload)
         break
     else:
@@ -113,6 +133,8 @@ def verify(
     if not hmac.compare_digest(claims.source_id.encode(), source_id.encode()):
         raise LeaseRefused(f"the lease is for another source: {claims.source_id}, this is {source_id}")
     late = (time.time() if now is None else now) - claims.expires_at
+    if late < -MAX_LEASE_S:
+        raise LeaseRefused(f"the lease would last for longer than {MAX_LEASE_S:g} s")
     if late >= leeway_s:
         raise LeaseRefused(f"the lease is expired since {late:.1f} s", hint="ask the planner for a new plan")
     return claims
@@ -132,10 +154,10 @@ def _claims(payload: dict[str, str | float | int | None]) -> LeaseClaims:
             "exp": float() | int() as expires_at,
             "layout": str(layout_id),
             "generation": int(generation),
-        } if isinstance(payload.get("weights"), str | None):
+        } if isinstance(payload.get("weights"), str | None) and abs(expires_at) < MAX_TIME:
             weights_id = payload.get("weights")
         case _:
-            raise LeaseRefused("the lease is malformed: a claim has another type than it should")
+            raise LeaseRefused("the lease is malformed: a claim has another type, or a value out of bounds")
     return LeaseClaims(
         fork_id=fork_id,
         source_id=source_id,

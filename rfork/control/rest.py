@@ -15,10 +15,11 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rfork import __version__
 from rfork.control.deadline_transport import DEADLINE, DeadlineTransport, untrusting_context
+from rfork.control.ownership import OWNER_HEADER
 from rfork.control.token_file import TokenFile
 from rfork.errors import PlannerRefused, PlannerUnreachable, SettingsError
 from rfork.fields import VERSION_HEADER
-from rfork.settings import TlsSettings
+from rfork.settings import TlsSettings, redacted
 from rfork.tls_files import CurrentContext, client_context
 from rfork.tracing import carrier
 from rfork.wire import Problem
@@ -49,10 +50,13 @@ class RestClient:
         tls: TlsSettings | None,
         timeout_s: float,
         transport: httpx.BaseTransport | None,
+        owner: str = "",
     ) -> None:
+        """`owner`: sent with each request that changes something."""
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self._closed = threading.Event()
+        self._owner = {OWNER_HEADER: owner} if owner else {}
         # No compression: the bound on an answer is then a bound on the memory that it takes.
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         self._token_file = token if isinstance(token, TokenFile) else None
@@ -64,10 +68,16 @@ class RestClient:
             raise _bad_url(url, str(error)) from None
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise _bad_url(url, "it does not begin with http:// or https:// and a host")
+        basic: httpx.Auth | None = None
+        if parsed.userinfo:
+            # Sent as a header, and kept out of every URL that may be shown or logged.
+            basic = httpx.BasicAuth(parsed.username, parsed.password)
+            self.url = str(parsed.copy_with(username=None, password=None)).rstrip("/")
         try:
             self._http = httpx.Client(
                 base_url=self.url,
                 headers=headers,
+                auth=basic,
                 timeout=timeout_s,
                 transport=transport or _transport(parsed.scheme, tls),
                 trust_env=False,  # the settings module alone reads the environment; proxies do not apply
@@ -166,7 +176,11 @@ class RestClient:
                 method, path, response.status_code, "not a problem document", _skew_hint(response)
             )
         hint, wait_s = "", _retry_after(response)
-        if response.status_code in REJECTED:
+        if problem.type.endswith("/not-owner"):
+            hint = "call it where the instance runs, with its RFORK_OWNER_SECRET, or with an operator's token"
+        elif problem.type.endswith(("/unknown-host", "/cross-origin")):
+            hint = "reach the planner by its address, or set RFORK_PLANNER_ALLOWED_HOSTS there"
+        elif response.status_code in REJECTED:
             hint = "set RFORK_TOKEN, or the file RFORK_TOKEN_FILE, to one of the planner's tokens"
         elif wait_s is not None:
             hint = f"ask again in {wait_s:g} s"
@@ -220,7 +234,7 @@ class RestClient:
             path,
             params={name: value for name, value in (query or {}).items() if value is not None},
             content=None if body is None else body.model_dump_json(),
-            headers=headers,
+            headers=headers | ({} if method == "GET" else self._owner),
             timeout=max(0.001, deadline - time.monotonic()),
             extensions={DEADLINE: deadline},
         )
@@ -296,7 +310,10 @@ def _tls_hint(reason: str) -> str:
 
 
 def _bad_url(url: str, reason: str) -> SettingsError:
-    return SettingsError(f"planner URL {url!r} cannot be used: {reason}", hint="e.g. http://127.0.0.1:8700")
+    shown = redacted(url)
+    # The parser's reason may quote a part of the password.
+    reason = reason if shown == url else "malformed; quote special characters of the password (%40 for @)"
+    return SettingsError(f"planner URL {shown!r} cannot be used: {reason}", hint="e.g. http://127.0.0.1:8700")
 
 
 def _transport(scheme: str, tls: TlsSettings | None) -> DeadlineTransport:

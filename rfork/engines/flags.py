@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from rfork.settings import Settings
 
-NOT_FLAGS: Final = frozenset({"token", "verify", "log_json", "log_level"})
+NOT_FLAGS: Final = frozenset({"token", "owner_secret", "verify", "log_json", "log_level"})
 """Secrets show in process lists, and the server logs as it is told to."""
 
 

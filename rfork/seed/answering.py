@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from uuid import uuid4
 
+from rfork.control.lease import LeaseClaims
 from rfork.control.planner_clock import PlannerClock
 from rfork.errors import LayoutMismatch, SourceBusy, SourceChanged, TransportUnusable
 from rfork.image.board import ChunkBoard
@@ -87,7 +88,12 @@ class Answering(Suspending):
         self.settings = settings
         self.given_bytes = 0
         self._planner_clock = PlannerClock()
-        self._leases = LeaseBook(identity.instance_id, settings.max_readers, clock=self._planner_clock.now)
+        self._leases = LeaseBook(
+            identity.instance_id,
+            settings.max_readers,
+            layout_id=image.layout.layout_id,
+            clock=self._planner_clock.now,
+        )
         self._given = Given(tracer, lambda: self._governor.held, identity.instance_id)
         self._channels = Channels(self._leases, self._exports, self._tell, self._given)
         self._latency = LatencyGuard(settings.latency_setpoint, floor=self._floor)
@@ -131,9 +137,9 @@ class Answering(Suspending):
 
     def admit(self, token: str, begin: int, end: int) -> str:
         """See `rfork.transport.base.Gate.admit`."""
-        claims = self._leases.check(token, self.generation)
+        claims = self._claims(token)
         if not self.board.holds(begin, end):
-            self._leases.check(token, self.generation)  # it may have been fenced between the two
+            self._claims(token)  # it may have been fenced between the two
             raise SourceBusy(f"bytes {begin}-{end} are not verified here yet")
         return claims.fork_id
 
@@ -157,11 +163,16 @@ class Answering(Suspending):
         """See `rfork.transport.base.Gate.etag`."""
         return f"{self.identity.instance_id}-{self.generation}"
 
+    def _claims(self, token: str) -> LeaseClaims:
+        manifest = self._manifest
+        weights_id = manifest.weights_id if manifest is not None else None
+        return self._leases.check(token, self.generation, weights_id)
+
     # -- PeerHost: what the peer service asks --------------------------------------------------------
 
     def check(self, token: str) -> str:
         """The fork_id a token was leased to; raises as `Gate.admit` does."""
-        return self._leases.check(token, self.generation).fork_id
+        return self._claims(token).fork_id
 
     def open_channel(
         self, fork_id: str, layout_id: str, transports: list[str], address: str

@@ -24,8 +24,12 @@ class LeaseBook:
     `clock` is wall time, in seconds since the epoch, as in the tokens.
     """
 
-    def __init__(self, source_id: str, max_readers: int, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, source_id: str, max_readers: int, *, layout_id: str, clock: Callable[[], float]
+    ) -> None:
+        """`layout_id`: of the image that is read."""
         self._source_id = source_id
+        self._layout_id = layout_id
         self._max_readers = max_readers
         self._clock = clock
         self._lock = threading.Lock()
@@ -58,11 +62,11 @@ class LeaseBook:
         """Whether the planner has given any keys."""
         return bool(self._keys)
 
-    def check(self, token: str, generation: int) -> LeaseClaims:
-        """The claims of a good token.
+    def check(self, token: str, generation: int, weights_id: str | None) -> LeaseClaims:
+        """The claims of a good token, for the weights that are here now (None: not known yet).
 
-        Raises LeaseRefused (none, expired, forged, for another source) or SourceChanged (leased
-        for another generation of the weights).
+        Raises LeaseRefused (none, expired, forged, for another source or layout) or SourceChanged (leased
+        for another generation, or for other weights).
         """
         claims = self._known.get(token)
         if claims is None:
@@ -75,6 +79,9 @@ class LeaseBook:
             raise SourceChanged(
                 f"the lease is for generation {claims.generation} of the weights, here is {generation}"
             )
+        if claims.weights_id is not None and claims.weights_id != weights_id:
+            held = f"these are {weights_id}" if weights_id else "it is not known yet which these are"
+            raise SourceChanged(f"the lease is for the weights {claims.weights_id}, {held}")
         return claims
 
     def _verify(self, token: str) -> LeaseClaims:
@@ -88,6 +95,8 @@ class LeaseBook:
         with self._lock:
             keys = (*self._keys, *(key for key, until in self._withdrawn.items() if until > now))
         claims = verify(token, keys, source_id=self._source_id, now=now)
+        if claims.layout_id != self._layout_id:
+            raise LeaseRefused(f"the lease is for layout {claims.layout_id}, this is {self._layout_id}")
         opened_by = next(key for key in keys if self._opens(key, token, now))
         with self._lock:
             if opened_by in self._keys:

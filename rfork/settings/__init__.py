@@ -7,7 +7,7 @@ prefix is its variable: `Settings.planner` is ``RFORK_PLANNER``, `PlannerSetting
 
 from __future__ import annotations
 
-from rfork.settings.addresses import LOOPBACK, host_port, own_address
+from rfork.settings.addresses import LOOPBACK, host_port, own_address, redacted
 from rfork.settings.artifacts import ArtifactSettings
 from rfork.settings.hook import HookSettings
 from rfork.settings.instance import Settings, TransportName
@@ -37,4 +37,5 @@ __all__ = [
     "node_name",
     "own_address",
     "own_namespace",
+    "redacted",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -41,6 +42,12 @@ def _source_of(family: socket.AddressFamily, beyond: str) -> str | None:
         return None
     # An address of the link alone is no good without the name of the interface, which others do not know.
     return None if is_loopback(found) or found.startswith("fe80:") else found
+
+
+def redacted(text: str) -> str:
+    """The text, without the user names and passwords of URLs in it."""
+    # Up to the last @: a password that was not quoted may hold any other character.
+    return re.sub(r"(?<=://)\S*@", "***@", text)
 
 
 def host_port(host: str, port: int) -> str:

@@ -30,6 +30,9 @@ class Settings(BaseSettings):
     token_file: Path | None = Field(
         None, description="file that holds that token instead; read again when it changes, and when the planner refuses the token"
     )
+    owner_secret: Annotated[SecretStr, Field(min_length=32, max_length=256)] | None = Field(
+        None, description="secret that proves to the planner that a record is this server's own, at least 32 characters; none: drawn, and shared by this user's processes of one `replica` through a file in the temporary folder"
+    )
     planner_timeout_s: float = Field(5.0, gt=0, description="most seconds one call to the planner may take")
 
     # Where this instance is, and how others reach it.

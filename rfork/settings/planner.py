@@ -30,6 +30,10 @@ class PlannerSettings(BaseSettings):
         None,
         description="file of further tokens, one `ROLE TOKEN` a line (roles: instance, operator, reader); read again when it changes",
     )
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="host names, beside its own and IP addresses, that callers may use while no token is set, comma separated; `*`: any",
+    )
     secret: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
         (),
         description="keys that lease tokens are derived from, comma separated: the first signs, the others still open; none: a new one at each start",
@@ -54,7 +58,7 @@ class PlannerSettings(BaseSettings):
         0.0, ge=0, description="requests a second that one caller (token and address) may send; 0: no limit"
     )
     max_body: int = Field(4 << 20, gt=0, description="largest request body, in bytes")
-    lease_ttl_s: float = Field(30.0, gt=0, description="seconds a lease lives unless renewed")
+    lease_ttl_s: float = Field(30.0, gt=0, le=3600, description="seconds a lease lives unless renewed")
     heartbeat_s: float = Field(5.0, gt=0, description="seconds between an instance's heartbeats")
     forget_s: float = Field(20.0, gt=0, description="seconds of silence after which an instance is forgotten")
     quarantine_s: float = Field(
@@ -71,7 +75,7 @@ class PlannerSettings(BaseSettings):
     def _keys(cls, value: object) -> object:
         return tuple(key.strip() for key in value.split(",")) if isinstance(value, str) else value
 
-    @field_validator("hooks", mode="before")
+    @field_validator("hooks", "allowed_hosts", mode="before")
     @classmethod
     def _named(cls, value: object) -> object:
         return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value

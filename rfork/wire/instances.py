@@ -115,6 +115,7 @@ class InstanceView(WireModel):
     version: WeightsVersion | None = Field(None, description="of its weights, or of those it is getting; none: not settled yet")
     age_s: float = Field(description="seconds since its last report")
     quarantined: Told | None = Field(None, description="why it gets no readers, if so")
+    accused: Told | None = Field(None, description="what a reader says it did wrong; that reader avoids it, and all do once readers on two hosts say so")
 
 
 class InstancePage(WireModel):

@@ -54,12 +54,15 @@ class Lease:
     source_id: str = SEED_ID
     generation: int = 0
     key: str = KEY
+    weights_id: str | None = None
 
     @property
     def token(self) -> str:
         """Signed as the planner signs."""
         until = time.time() + self.lives_s
-        claims = LeaseClaims(self.fork_id, self.source_id, self.layout_id, None, self.generation, until)
+        claims = LeaseClaims(
+            self.fork_id, self.source_id, self.layout_id, self.weights_id, self.generation, until
+        )
         return sign(claims, decode_key(self.key))
 
 

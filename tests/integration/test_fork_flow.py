@@ -179,8 +179,8 @@ def test_a_corrupted_source(fleet: Fleet) -> None:
             settings=chosen,
             loader=lambda module: module.load_state_dict(right.state_dict()) and None,
         )
-        (quarantined,) = (
-            view.quarantined
+        (accused,) = (
+            view.accused
             for view in fleet.client.instances(model="net")
             if view.report.instance_id == giving.identity.instance_id
         )
@@ -192,7 +192,7 @@ def test_a_corrupted_source(fleet: Fleet) -> None:
         given["loader:"],
         report.reasons[0].partition(":")[0],
     )
-    assert "SourceCorrupt" in str(quarantined)
+    assert "SourceCorrupt" in str(accused)
     right.get_buffer("table").copy_(Net(2).get_buffer("table"))
     assert equal(right, target)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rfork.control.ownership import OWNER_HEADER
 from tests.conftest import StartRfork
 
 SEED = "20260101"
@@ -35,6 +36,7 @@ include-path = "/v1/scaleups/{scaleup_id}"
 checks.ensure_resource_availability.enabled = false
 """
 """A scale-up of no replicas is a withdrawal: what was posted so is not there."""
+OWNER = f"{OWNER_HEADER}: {'o' * 32}"
 ENDLESS = "/v1/events"
 """A stream without an end: no answer to wait for. tests/unit/planner/test_events.py reads it."""
 
@@ -61,7 +63,7 @@ def test_the_planner_answers_as_its_document_says(
     command = [
         sys.executable, "-m", "schemathesis.cli", "--config-file", str(configuration), "run",
         f"{url}/openapi.json", "--no-color",
-        "--header", "Authorization: Bearer operator-token", "--exclude-path", ENDLESS,
+        "--header", "Authorization: Bearer operator-token", "--header", OWNER, "--exclude-path", ENDLESS,
         "--max-examples", str(examples), "--phases", phases, "--seed", SEED,
         "--generation-database", "none", "--request-timeout", "10", "--warnings", "off",
     ]  # fmt: skip

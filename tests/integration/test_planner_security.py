@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import socket
 import ssl
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 import trustme
 
+from planner import accepting, connections
+from planner.connections import Limits
 from planner.service import running
 from rfork.control.client import PlannerClient
 from rfork.control.lease import decode_key, verify
 from rfork.errors import LeaseRefused, PlannerRefused, PlannerUnreachable
-from rfork.settings import PlannerSettings, TlsSettings
+from rfork.settings import PlannerSettings, Settings, TlsSettings
 from tests.conftest import StartRfork
 from tests.processes import RforkProcess
 from tests.unit.planner.builders import ask, whole
@@ -148,7 +154,32 @@ def test_each_role_may_what_it_is_for(start: StartPlanner, tokens: Path) -> None
                 trust_env=False,
             )  # fmt: skip
             drains.setdefault(query, []).append(drain.status_code)
-    assert {"": [403, 200, 200, 200], "?force=true": [403, 403, 200, 200]} == drains
+    assert {"": [403, 403, 200, 200], "?force=true": [403, 403, 200, 200]} == drains
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"), [({}, "draining"), ({"RFORK_OWNER_SECRET": "x" * 32}, "serving")]
+)
+def test_a_server_is_drained_by_its_own_processes_alone(
+    start: StartPlanner,
+    tokens: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rfork_process: StartRfork,
+    environment: dict[str, str],
+    expected: str,
+) -> None:
+    """A preStop hook finds the secret that the server's processes share; another caller has another one."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    _, url = start(PLANNER_TOKENS=tokens)
+    server = Settings.model_validate({"planner": url, "token": "work-1", "replica": "pod-x"})
+    with PlannerClient.of(server) as planner:
+        for name in ("pod-x-target-0", "other"):
+            planner.report(whole(name))
+        shared = {"TMPDIR": str(tmp_path), "RFORK_REPLICA": "pod-x", "RFORK_TOKEN": "work-1"}
+        command = ("drain", "--own", "--wait", "5", "--planner", url)
+        rfork_process(*command, environment=shared | environment).wait()
+        assert expected == planner.instance("pod-x-target-0").report.state
 
 
 def test_tokens_rotate_while_the_planner_runs(start: StartPlanner, tokens: Path) -> None:
@@ -235,7 +266,57 @@ def test_a_refused_body_ends_its_connection(encoding: str) -> None:
         with socket.create_connection((host, int(port)), timeout=GIVE_UP_S) as connection:
             piece = b"ff\r\n" + b" " * 255 + b"\r\n" if "chunked" in encoding else b" " * 255
             connection.sendall(
-                f"PUT /v1/instances/s HTTP/1.1\r\nHost: x\r\n{encoding}\r\n\r\n".encode() + piece
+                f"PUT /v1/instances/s HTTP/1.1\r\nHost: localhost\r\n{encoding}\r\n\r\n".encode() + piece
             )
             told = b"".join(iter(lambda: connection.recv(65536), b""))
     assert (b"HTTP/1.1 413", True) == (told[:12], b"body-too-large" in told)
+
+
+def half_open(url: str, count: int, stack: ExitStack) -> list[socket.socket]:
+    """So many connections, each with the beginning of a request's head."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    opened = []
+    for _ in range(count):
+        connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=GIVE_UP_S))
+        connection.sendall(b"GET /v1/models HTTP/1.1\r\n")
+        opened.append(connection)
+    return opened
+
+
+def test_half_open_requests_keep_no_other_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest of them is closed to make room."""
+    monkeypatch.setattr(Limits, "of_descriptors", classmethod(lambda cls, most: cls(8, 4)))
+    with running(PlannerSettings(port=0)) as url, ExitStack() as stack:
+        oldest, *_ = half_open(url, 20, stack)
+        with PlannerClient(url) as planner:
+            assert planner.ready()
+        with contextlib.suppress(ConnectionResetError):
+            assert b"" == oldest.recv(1)
+
+
+def test_a_request_whose_head_never_ends_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its connection was of use before."""
+    monkeypatch.setattr(connections, "HEAD_S", 0.2)
+    monkeypatch.setattr(accepting, "CHECK_S", 0.05)
+    with running(PlannerSettings(port=0)) as url, ExitStack() as stack:
+        (connection,) = half_open(url, 1, stack)
+        connection.sendall(b"Host: localhost\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b"[]"):
+            answer += connection.recv(4096)
+        connection.sendall(b"GET /v1/models HTTP/1.1\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert b"" == connection.recv(1)
+
+
+def test_without_descriptors_the_planner_says_so_once(start: StartPlanner) -> None:
+    """And goes on: what holds them without a request is closed."""
+    process, url = start()
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (48, 48))
+    with ExitStack() as stack:
+        half_open(url, 100, stack)
+        with PlannerClient(url, timeout_s=GIVE_UP_S) as planner:
+            assert planner.ready()
+    process.stop()
+    assert 1 == process.stderr.count("cannot accept connections")
+    assert "Traceback" not in process.stderr

@@ -33,9 +33,9 @@ import os, signal
 import planner.service
 make = planner.service.create_app
 
-def told(settings):
+def told(settings, **more):
     os.kill(os.getpid(), signal.SIGTERM)
-    return make(settings)
+    return make(settings, **more)
 
 planner.service.create_app = told
 """
@@ -327,8 +327,9 @@ def test_status_shows_what_a_stranger_needs(rfork_process: StartRfork) -> None:
     """Why an instance is in quarantine, the reason of a plan, and the bytes by where they came from."""
     with running(settings()) as url, PlannerClient(url) as planner:
         planner.report(whole("bad", max_readers=9))
-        planner.ask(ask("a"))
-        planner.ask(ask("a", faults=(fault("bad", "SourceCorrupt"),)))
+        for name in "ca":
+            planner.ask(ask(name, max_readers=0))
+            planner.ask(ask(name, faults=(fault("bad", "SourceCorrupt"),)))
         planner.finish(
             "fork-a", ForkFinish(outcome="forked", seconds=1, bytes_read=5, sources={"x": 5 * 10**6})
         )

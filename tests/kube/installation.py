@@ -21,6 +21,7 @@ from lightkube import Client
 from lightkube.resources.core_v1 import Namespace, Secret
 from prometheus_client.parser import text_string_to_metric_families
 
+from rfork.control.ownership import OWNER_HEADER
 from tests.kube.chart import CHART, environment, helm_run, pod_specs, rendered
 from tests.kube.control_plane import ControlPlane
 from tests.ports import free_ports
@@ -132,7 +133,10 @@ class Installation:
         """An operator's client of the planner."""
         token = self.secret(f"{self.release}-planner", "operator-token")
         return httpx.Client(
-            base_url=self.planner, headers={"Authorization": f"Bearer {token}"}, trust_env=False, timeout=10
+            base_url=self.planner,
+            headers={"Authorization": f"Bearer {token}", OWNER_HEADER: "o" * 32},
+            trust_env=False,
+            timeout=10,
         )
 
     def user(self, component: Component) -> str:

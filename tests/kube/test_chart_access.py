@@ -31,16 +31,17 @@ REVIEW = {
 
 
 def test_tokens_have_roles(helm: Path) -> None:
-    """Three tokens that differ: the controller has the operator's, the scaler only looks."""
+    """The controller has the operator's, the scaler only looks, and each namespace has one of its own."""
     objects = rendered(helm, {"keda": {"enabled": True}, "instances": {"namespaces": ["team-a", "team-b"]}})
     held = {key: decoded(value) for key, value in named(objects, "Secret", "rfork-planner")["data"].items()}
-    lines = [f"{role} {held[f'{role}-token']}\n" for role in ("operator", "instance", "reader")]
+    teams = {team: held[f"instance-token-{team}"] for team in ("team-a", "team-b")}
+    lines = [f"{role} {held[f'{role}-token']}\n" for role in ("operator", "reader")]
+    lines += [f"instance {token} # {team}\n" for team, token in teams.items()]
     assert "".join(lines) == held["tokens"]
-    assert 4 == len(
-        {held[name] for name in ("lease-secret", "operator-token", "instance-token", "reader-token")}
-    )
-    assert {("team-a", held["instance-token"]), ("team-b", held["instance-token"])} == {
-        (each["metadata"]["namespace"], decoded(each["data"]["token"]))
+    drawn = (held["lease-secret"], held["operator-token"], held["reader-token"], *teams.values())
+    assert 5 == len(set(drawn))
+    assert teams == {
+        each["metadata"]["namespace"]: decoded(each["data"]["token"])
         for each in objects
         if each["kind"] == "Secret" and each["metadata"]["name"] == "rfork-instance"
     }

@@ -283,13 +283,13 @@ async def test_webhook_sees_who_leads_and_takes_nothing(release: Release) -> Non
 
 
 def test_tokens_reach_the_namespaces_of_instances(release: Release) -> None:
-    """Each namespace that instances run in gets their token, and loses it with the release."""
+    """Each namespace that instances run in gets a token of its own, and loses it with the release."""
     other = f"{release.namespace}-team"
     release.admin.create(Namespace(metadata=ObjectMeta(name=other)))
     try:
         release.run("install", values={"instances": {"namespaces": [other]}})
         token = release.admin.get(Secret, "rfork-instance", namespace=other).data or {}
-        assert release.secret(f"{release.fullname}-planner")["instance-token"] == token["token"]
+        assert release.secret(f"{release.fullname}-planner")[f"instance-token-{other}"] == token["token"]
         release.run("uninstall")
         with pytest.raises(ApiError, match="not found"):
             release.admin.get(Secret, "rfork-instance", namespace=other)

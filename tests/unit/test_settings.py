@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rfork.errors import SettingsError
-from rfork.settings import PlannerSettings, Settings, addresses, load, node_name
+from rfork.settings import PlannerSettings, Settings, addresses, load, node_name, redacted
 
 
 @pytest.mark.parametrize(
@@ -132,3 +132,17 @@ def test_loopback_is_not_told_to_a_planner_elsewhere(
     with pytest.raises(SettingsError, match="RFORK_BIND") as raised:
         _ = Settings(bind=bind, planner="http://planner.ai:8700").reachable_at
     assert "RFORK_ADVERTISE" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("http://p:1/x", "http://p:1/x"),
+        ("http://u:p@h/x", "http://***@h/x"),
+        ("http://u:p/q@r@h", "http://***@h"),
+        ("vllm --rfork-planner https://u:p@h -x", "vllm --rfork-planner https://***@h -x"),
+    ],
+)
+def test_passwords_of_urls_are_redacted(text: str, expected: str) -> None:
+    """Whatever characters they hold."""
+    assert expected == redacted(text)

@@ -24,7 +24,7 @@ ADVICE: Final[dict[str, str]] = {
     "SourceStalled": "Look at the source's host and network: it sent nothing for RFORK_STALL_S "
     "seconds, or less than RFORK_MIN_RATE.",
     "SourceCorrupt": "Replace the source: its memory or its network changes bytes. `rfork status` "
-    "shows it in quarantine.",
+    "shows what its readers accuse it of.",
     "SourceChanged": "The source's weights changed meanwhile. Update weights within "
     "`seed.updating()`, which waits for readers.",
     "SourceBusy": "Start another seed, or raise RFORK_MAX_READERS on those there are.",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rfork.control.client import PlannerClient
 from rfork.control.draining import drain_replica
+from rfork.control.ownership import owner_secret
 from rfork.engines.sglang import points
 from rfork.engines.wrapping import after, before
 from rfork.errors import RforkError
@@ -36,6 +37,7 @@ class Leaving:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        owner_secret(settings)  # read now: its file may be gone when the server ends
         self._drained = threading.Event()
         self._until: float | None = None
 

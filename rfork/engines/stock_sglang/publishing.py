@@ -111,7 +111,12 @@ class Publisher:
             raise SourceGone(f"{wanted} is not given here any more")
         if not known.keys and not known.heartbeat.wait_connected(KEYS_S):
             raise LeaseRefused("the planner has not answered this seed's heartbeat yet")
-        verify(token, known.keys, source_id=wanted, leeway_s=LEEWAY_S, now=known.clock.now())
+        claims = verify(token, known.keys, source_id=wanted, leeway_s=LEEWAY_S, now=known.clock.now())
+        report = known.report
+        if claims.layout_id != report.layout_id:
+            raise LeaseRefused(f"the lease is for layout {claims.layout_id}, this is {report.layout_id}")
+        if (claims.generation, claims.weights_id) != (report.generation, report.weights_id):
+            raise SourceChanged(f"the weights of {wanted} are not those that the lease is for any more")
         info = self._engine.info(known.rank)
         if instance_id(self._settings, known.rank, info) != wanted:
             self._doubted = True

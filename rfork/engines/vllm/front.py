@@ -75,12 +75,14 @@ def _prepare(manager: Manager, config: VllmConfig) -> str | None:
     """
     if config.load_config.load_format != LOAD_FORMAT:
         return None
+    from rfork.control.ownership import owner_secret
     from rfork.engines.vllm.options import log_as_vllm, settings_of
 
     settings = settings_of(config.load_config)
     log_as_vllm(settings.log_level)
     if settings.replica is None:
         settings = settings.model_copy(update={"replica": f"vllm-{uuid4().hex[:12]}"})
+    owner_secret(settings)  # read now: its file may be gone when the server ends
     setattr(manager, SETTINGS, settings)
     return settings.replica
 

@@ -11,7 +11,7 @@ import httpx
 
 from rfork.certificate import authority_expires_at, expires_at
 from rfork.errors import SettingsError
-from rfork.settings import LOOPBACK, Settings, TlsSettings
+from rfork.settings import LOOPBACK, Settings, TlsSettings, redacted
 from rfork.tls_files import client_context, server_context
 from rfork.transport.doctor.check import Check
 
@@ -67,6 +67,7 @@ def check_planner(settings: Settings, transport: httpx.BaseTransport | None = No
     if settings.planner is None:
         detail = "none set: every fork falls back at once"
         return [Check("planner", "warn", detail, "set RFORK_PLANNER to its URL")]
+    url = redacted(settings.planner)
     try:
         token = settings.bearer
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -84,13 +85,14 @@ def check_planner(settings: Settings, transport: httpx.BaseTransport | None = No
             heard = time.time()
             listing = client.get("/v1/models")
     except (httpx.HTTPError, httpx.InvalidURL, SettingsError, ValueError) as error:
-        detail = f"{settings.planner}: {error or type(error).__name__}"
+        reason = str(error) if url == settings.planner else ""  # it may quote a part of the password
+        detail = f"{url}: {reason or type(error).__name__}"
         return [Check("planner", "fail", detail, "start it (rfork planner), or correct RFORK_PLANNER")]
     if health.status_code != 200:
-        detail = f"{settings.planner}/healthz answered {health.status_code}"
+        detail = f"{url}/healthz answered {health.status_code}"
         return [Check("planner", "fail", detail, "is that a planner? correct RFORK_PLANNER")]
     return [
-        Check("planner", "ok", f"{settings.planner} answers in {(heard - asked) * 1000:.0f} ms"),
+        Check("planner", "ok", f"{url} answers in {(heard - asked) * 1000:.0f} ms"),
         check_token(listing.status_code, shown=token is not None),
         check_clock(health.headers.get("Date"), (asked + heard) / 2),
     ]

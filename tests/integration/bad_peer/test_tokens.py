@@ -40,6 +40,9 @@ TOKENS: dict[str, Callable[[Lease], str]] = {
     "none": lambda lease: "",
     "expired": lambda lease: replace(lease, lives_s=-1.0).token,
     "for another source": lambda lease: replace(lease, source_id="seed-2").token,
+    "of another layout": lambda lease: replace(lease, layout_id="f" * 32).token,
+    "for longer than a day": lambda lease: replace(lease, lives_s=10 * 365 * 86_400.0).token,
+    "for other weights": lambda lease: replace(lease, weights_id="f" * 32).token,
     "of another generation": lambda lease: replace(lease, generation=7).token,
     "signed by another key": lambda lease: replace(lease, key=derive_key(b"x" * 32, SEED_ID)).token,
     "signed for another source's key": lambda lease: replace(lease, key=derive_key(b"s" * 32, "x")).token,
@@ -64,7 +67,8 @@ def test_tokens_of_no_worth(scene: Scene, token: str) -> None:
         request = peer_pb2.OpenChannelRequest(layout_id=scene.layout_id, transports=["http"])
         with pytest.raises(grpc.RpcError) as refused:
             scene.stub(stack).OpenChannel(request, metadata=bearer(shown), timeout=30)
-    expected = (b"410", grpc.StatusCode.ABORTED) if "generation" in token else None
+    changed = token in ("of another generation", "for other weights")
+    expected = (b"410", grpc.StatusCode.ABORTED) if changed else None
     expected = expected or (b"401" if not shown else b"403", grpc.StatusCode.PERMISSION_DENIED)
     assert expected == (status, refused.value.code())
 

@@ -18,6 +18,7 @@ from planner.hooks.keda.v1 import externalscaler_pb2 as pb
 from planner.hooks.keda.v1.externalscaler_pb2_grpc import ExternalScalerStub
 from planner.hooks.probes import Status
 from planner.hooks.rest import RestFleet
+from rfork.control.ownership import OWNER_HEADER
 from rfork.settings import HookSettings, Settings
 from rfork.wire import InstanceReport, InstanceView, ScaleUp
 from tests.unit.hooks.keda.fakes import MODEL
@@ -58,7 +59,9 @@ class Planner:
         self._say("POST", "/v1/scaleups", ScaleUp(scaleup_id="u", model=MODEL, replicas=replicas))
 
     def _say(self, method: str, path: str, body: InstanceReport | ScaleUp) -> None:
-        headers = {"Authorization": f"Bearer {OPERATOR}", "Content-Type": "application/json"}
+        headers = {
+            "Authorization": f"Bearer {OPERATOR}", "Content-Type": "application/json", OWNER_HEADER: "o" * 32,
+        }  # fmt: skip
         content = body.model_dump_json()
         answer = httpx.request(method, self.url + path, content=content, headers=headers, trust_env=False)
         answer.raise_for_status()

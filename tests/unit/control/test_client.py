@@ -354,3 +354,30 @@ def test_a_planner_of_the_same_release_is_not_said_to_be_of_another() -> None:
     with pytest.raises(PlannerRefused) as refused:
         client_of(lambda _: answer).report(REPORT)
     assert "" == refused.value.hint
+
+
+def test_a_password_in_the_url_is_sent_and_never_shown() -> None:
+    """As a header; errors name the URL without it."""
+    seen: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers["Authorization"])
+        assert "hush" not in str(request.url)
+        raise httpx.ConnectError("refused")
+
+    client = PlannerClient("http://me:hush@p:1/", transport=httpx.MockTransport(answer))
+    with client, pytest.raises(PlannerUnreachable) as error:
+        client.models()
+    assert ["Basic bWU6aHVzaA=="] == seen
+    assert "http://p:1" == client.url
+    assert "hush" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://me:hu/sh@p", "http://me:hu@sh@p:x", "ftp://me:hush@p", "http://me:hush@"]
+)
+def test_a_url_that_cannot_be_used_is_shown_without_its_password(url: str) -> None:
+    """Nor does the parser's reason quote a part of it."""
+    with pytest.raises(SettingsError) as error:
+        PlannerClient(url)
+    assert "hu" not in str(error.value)

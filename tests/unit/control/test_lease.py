@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 from dataclasses import replace
 
 import jwt
@@ -31,6 +32,10 @@ def test_leeway_allows_for_clocks_that_differ() -> None:
     assert CLAIMS == verify(sign(CLAIMS, KEY), KEY, source_id="s", leeway_s=2, now=1002.4)
 
 
+def _part(text: str) -> str:
+    return base64.urlsafe_b64encode(text.encode()).rstrip(b"=").decode()
+
+
 REFUSALS = [
     (sign(CLAIMS, KEY), 1000.5, "expired"),
     (sign(CLAIMS, OTHER_KEY), 0.0, "forged"),
@@ -42,6 +47,12 @@ REFUSALS = [
     (jwt.encode({**PAYLOAD, "weights": 1}, KEY, algorithm="HS256"), 0.0, "malformed"),
     (jwt.encode({"sub": "f", "aud": "s"}, KEY, algorithm="HS256"), 0.0, "malformed"),
     (jwt.encode(PAYLOAD, KEY + KEY, algorithm="HS512"), 0.0, "malformed"),
+    (jwt.encode({**PAYLOAD, "exp": 10**400}, KEY, algorithm="HS256"), 0.0, "malformed"),
+    (jwt.encode({**PAYLOAD, "exp": float("inf")}, KEY, algorithm="HS256"), 0.0, "malformed"),
+    (jwt.encode({**PAYLOAD, "exp": float("nan")}, KEY, algorithm="HS256"), 0.0, "malformed"),
+    (jwt.encode({**PAYLOAD, "exp": 10 * 365 * 86_400}, KEY, algorithm="HS256"), 0.0, "longer than"),
+    (".".join([_part("[" * 5000), _part("{}"), ""]), 0.0, "malformed"),
+    (".".join([_part('{"alg":[],"typ":"JWT"}'), _part("{}"), ""]), 0.0, "malformed"),
 ]
 
 

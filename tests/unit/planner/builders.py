@@ -201,6 +201,13 @@ def ask(
     return ForkRequest(fork_id=f"fork-{target}", instance=report(target, *verified, **changes), faults=faults)
 
 
+async def accused(registry: Registry, source: str, *, by: str) -> None:
+    """Targets of these names, each on a host of its own, report corrupt bytes of `source`."""
+    for name in by:
+        await registry.ask(ask(name, max_readers=0))
+        await registry.ask(ask(name, max_readers=0, faults=(fault(source, "SourceCorrupt"),)))
+
+
 def offers(*storages: Storage) -> tuple[StorageOffer, ...]:
     """Storage, as an instance reports it."""
     return tuple(

@@ -13,6 +13,7 @@ from planner.app import create_app
 from planner.hooks import rest
 from planner.hooks.fleet import Fleet, PlannerAway
 from planner.hooks.rest import RestFleet
+from rfork.control.ownership import OWNER_HEADER
 from rfork.errors import SettingsError
 from rfork.settings import PlannerSettings, Settings
 from rfork.wire import ScaleUp
@@ -41,7 +42,7 @@ async def fleet(time: FakeTime) -> AsyncIterator[RestFleet]:
         PlannerSettings.model_validate({"token": "rule", "batch_s": 0, "gather_s": 0}), time.clock
     )
     fleet = RestFleet(settings(), httpx.ASGITransport(app))
-    own = {"Authorization": "Bearer rule", "Content-Type": "application/json"}
+    own = {"Authorization": "Bearer rule", "Content-Type": "application/json", OWNER_HEADER: "o" * 32}
     async with httpx.AsyncClient(
         base_url=URL, transport=httpx.ASGITransport(app), headers=own, trust_env=False
     ) as web:

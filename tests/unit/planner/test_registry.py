@@ -5,7 +5,7 @@ import pytest
 from rfork.control.client import PlannerClient
 from rfork.control.lease import decode_key, verify
 from rfork.errors import PlannerRefused
-from rfork.wire import ForkFinish, ForkProgress, Plan
+from rfork.wire import ForkFinish, ForkProgress, Placement, Plan
 from tests.unit.planner.builders import (
     LAYOUT,
     OTHER_LAYOUT,
@@ -134,10 +134,11 @@ def test_a_drained_instance_stays_drained_whatever_it_reports(planner: PlannerCl
     assert ("draining", True, ["s"]) == (drained, "s draining" in refused, sources(planner.ask(ask("a"))))
 
 
+FAILED = ForkFinish(outcome="failed", seconds=1, bytes_read=0)
 FAULTS = [
     ("SourceCorrupt", "source", "SourceCorrupt", []),
     ("SourceStalled", "source", "SourceStalled", []),
-    ("SourceGone", "source", "SourceGone", []),
+    ("SourceGone", "source", None, []),
     ("SourceBusy", "source", None, []),
     ("SourceChanged", "source", None, []),
     ("PlannerUnreachable", "network", None, []),
@@ -149,20 +150,109 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("error", "kind", "quarantine", "again"), FAULTS)
-def test_who_is_blamed_for_what(
+def test_which_faults_accuse_a_source(
     planner: PlannerClient, error: str, kind: str, quarantine: str | None, again: list[str]
 ) -> None:
-    """Only a source's own wrongs put it in quarantine; those of the network keep this fork away."""
+    """Only a source's own wrongs count against it; those of the network keep this fork away."""
     planner.report(whole("s"))
     planner.ask(ask("a"))
     plan = planner.ask(ask("a", faults=(fault("s", error, kind),)))
-    assert (quarantine, again) == (planner.instance("s").quarantined, sources(plan))
+    assert quarantine == planner.instance("s").accused
+    assert again == sources(plan)
 
 
-def test_a_fault_is_remembered_for_this_fork_and_quarantine_ends(
-    planner: PlannerClient, time: FakeTime
+@pytest.mark.parametrize("error", ["SourceCorrupt", "SourceGone"])
+def test_one_reader_quarantines_nobody(planner: PlannerClient, error: str) -> None:
+    """A target on another host still gets the source."""
+    planner.report(whole("s"))
+    planner.ask(ask("a"))
+    planner.ask(ask("a", faults=(fault("s", error),)))
+    planner.finish("fork-a", FAILED)
+    assert ["s"] == sources(planner.ask(ask("b")))
+
+
+def test_no_caller_quarantines_all_seeds_of_a_model(planner: PlannerClient) -> None:
+    """Eighteen calls under new names from one host: six of six seeds are still given to others."""
+    seeds = [f"s{number}" for number in range(6)]
+    for name in seeds:
+        planner.report(whole(name))
+    for number in range(len(seeds)):
+        target = f"t{number}"
+        plan = planner.ask(ask(target, placement=Placement(host="attacker")))
+        faults = tuple(fault(source, "SourceCorrupt") for source in sources(plan))
+        planner.ask(ask(target, placement=Placement(host="attacker"), faults=faults))
+        planner.finish(f"fork-{target}", FAILED)
+    assert [None] * 6 == [planner.instance(name).quarantined for name in seeds]
+
+
+def test_later_forks_of_the_host_avoid_the_source_too(planner: PlannerClient) -> None:
+    """On a single host nobody else accuses it, and it must not be read from again."""
+    planner.report(whole("s"))
+    here = Placement(host="the-only-one")
+    planner.ask(ask("a", placement=here))
+    planner.ask(ask("a", placement=here, faults=(fault("s", "SourceCorrupt"),)))
+    assert [] == sources(planner.ask(ask("b", placement=here)))
+
+
+def test_readers_on_two_hosts_quarantine_a_source(planner: PlannerClient) -> None:
+    """A third one is not sent to it."""
+    planner.report(whole("s", max_readers=9))
+    for name in "ab":
+        planner.ask(ask(name, max_readers=0))
+        planner.ask(ask(name, faults=(fault("s", "SourceCorrupt"),)))
+    assert "SourceCorrupt" == planner.instance("s").quarantined
+    assert [] == sources(planner.ask(ask("c")))
+
+
+@pytest.mark.parametrize("error", ["SourceCorrupt", "SourceGone"])
+def test_a_source_that_misses_its_heartbeat_is_quarantined_by_one_reader(
+    planner: PlannerClient, time: FakeTime, error: str
 ) -> None:
-    """The next request, without faults, does not lead back to the liar until its quarantine is over."""
+    """Its own silence is the second witness."""
+    planner.report(whole("s"))
+    planner.ask(ask("a"))
+    time.now += 8
+    planner.ask(ask("a", faults=(fault("s", error),)))
+    assert error == planner.instance("s").quarantined
+
+
+def test_an_accuser_that_others_contradict_loses_weight(planner: PlannerClient) -> None:
+    """The source goes on to be given, though a second reader accuses it later."""
+    planner.report(whole("s", max_readers=9))
+    for name in "abc":
+        planner.ask(ask(name, max_readers=0))
+    planner.progress("fork-b", _verified(1))
+    planner.ask(ask("a", faults=(fault("s", "SourceCorrupt"),)))
+    planner.progress("fork-b", _verified(2))
+    planner.progress("fork-b", _verified(3))
+    planner.ask(ask("c", faults=(fault("s", "SourceCorrupt"),)))
+    assert None is planner.instance("s").quarantined
+
+
+def test_a_contradiction_ends_a_quarantine(planner: PlannerClient) -> None:
+    """The two accusers together weigh less than two readers then."""
+    planner.report(whole("s", max_readers=9))
+    for name in "abc":
+        planner.ask(ask(name, max_readers=0))
+    planner.progress("fork-c", _verified(1))
+    for name in "ab":
+        planner.ask(ask(name, faults=(fault("s", "SourceCorrupt"),)))
+    before = planner.instance("s").quarantined
+    planner.progress("fork-c", _verified(2))
+    planner.progress("fork-c", _verified(3))
+    assert "SourceCorrupt" == before
+    assert None is planner.instance("s").quarantined
+
+
+def _verified(count: int) -> ForkProgress:
+    """So many chunks from `s`."""
+    return ForkProgress(
+        verified=((0, count),), bytes_read=count << 20, bytes_per_s=1, sources={"s": count << 20}
+    )
+
+
+def test_a_fault_is_remembered_for_this_fork_for_a_while(planner: PlannerClient, time: FakeTime) -> None:
+    """The next request, without faults, does not lead back to the liar until that is over."""
     planner.report(whole("s"))
     planner.ask(ask("a"))
     planner.ask(ask("a", faults=(fault("s", "SourceCorrupt"),)))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.accusations import Accusation, Witness
 from planner.store.base import Change
 from planner.store.codec import FORKS, INSTANCES
 from planner.store.exchange import BODY, Body, body_of, group_from, group_text
@@ -47,6 +48,22 @@ INSTANCE_RECORDS = st.builds(
     ingress_rate=st.none() | TIMES,
     since=TIMES,
     asked=st.booleans(),
+    owner=st.sampled_from(["", "0" * 64]),
+    accusations=st.lists(
+        st.builds(
+            Accusation,
+            st.builds(Witness, NAMES, NAMES, NAMES),
+            fork_id=NAMES,
+            why=TEXTS,
+            at=st.floats(0, 2e9),
+            until=st.floats(0, 2e9),
+            generation=st.integers(0, 3),
+            weight=st.sampled_from([1.0, 0.5]),
+            contradicted_by=st.lists(NAMES, max_size=2).map(tuple),
+        ),
+        max_size=2,
+    ).map(tuple),
+    doubted=st.integers(0, 3),
 )
 READS = st.builds(
     Read,

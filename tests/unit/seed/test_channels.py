@@ -55,12 +55,12 @@ class Scene:
         self.now = 1000.0
         self.door = Door()
         self.swept = threading.Event()
-        self.leases = LeaseBook("seed-1", 2, clock=lambda: self.now)
+        self.leases = LeaseBook("seed-1", 2, layout_id=CLAIMS.layout_id, clock=lambda: self.now)
         self.leases.learn_keys([KEY])
         self.channels = Channels(self.leases, {"door": self.door}, self.swept.set)
 
     def open(self, fork_id: str = "fork-1", address: str = "10.0.0.1") -> str:
-        self.leases.check(sign(replace(CLAIMS, fork_id=fork_id), KEY), 0)
+        self.leases.check(sign(replace(CLAIMS, fork_id=fork_id), KEY), 0, None)
         return self.channels.open(fork_id, "door", address)[0]
 
 
@@ -124,7 +124,7 @@ def test_sweeping_goes_on_whatever_happens() -> None:
     channels.start()
     scene.now = 1030.0
     first = told.wait(60)
-    scene.leases.check(sign(replace(CLAIMS, fork_id="fork-2", expires_at=1060.0), KEY), 0)
+    scene.leases.check(sign(replace(CLAIMS, fork_id="fork-2", expires_at=1060.0), KEY), 0, None)
     channels.open("fork-2", "door", "10.0.0.2")
     scene.now = 1060.0
     second = again.wait(60)

@@ -23,7 +23,7 @@ class Clock:
 
 
 def book(clock: Clock | None = None, *, keys: str = "a", max_readers: int = 2) -> LeaseBook:
-    leases = LeaseBook("seed-1", max_readers, clock=clock or Clock())
+    leases = LeaseBook("seed-1", max_readers, layout_id=CLAIMS.layout_id, clock=clock or Clock())
     leases.learn_keys([KEYS[key] for key in keys])
     return leases
 
@@ -35,7 +35,7 @@ def token(fork_id: str = "fork-1", *, key: str = "a", expires_at: float = 1030.0
 def test_a_good_token_tells_its_fork() -> None:
     """A token signed for this source, generation and time is good, however often it is shown."""
     leases = book()
-    assert [CLAIMS, CLAIMS] == [leases.check(token(), 0) for _ in range(2)]
+    assert [CLAIMS, CLAIMS] == [leases.check(token(), 0, None) for _ in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -46,25 +46,26 @@ def test_a_good_token_tells_its_fork() -> None:
         (token(key="b"), "forged"),
         (token(expires_at=1000.0), "expired"),
         (sign(replace(CLAIMS, source_id="seed-2"), KEYS["a"]), "another source"),
+        (sign(replace(CLAIMS, layout_id="f" * 32), KEYS["a"]), f"for layout {'f' * 32}, this is {'0' * 32}"),
     ],
-    ids=["none", "malformed", "forged", "expired", "other source"],
+    ids=["none", "malformed", "forged", "expired", "other source", "other layout"],
 )
 def test_a_bad_token_is_refused(shown: str, said: str) -> None:
     """Each bad token is refused, and the refusal says why."""
     with pytest.raises(LeaseRefused, match=said):
-        book().check(shown, 0)
+        book().check(shown, 0, None)
 
 
 def test_a_known_token_expires_too() -> None:
     """A token that was good is refused from the second it expires, and stays refused."""
     clock = Clock()
     leases = book(clock)
-    leases.check(token(), 0)
+    leases.check(token(), 0, None)
     clock.now = 1030.0
     refused = 0
     for _ in range(2):
         with pytest.raises(LeaseRefused, match="expired"):
-            leases.check(token(), 0)
+            leases.check(token(), 0, None)
         refused += 1
     assert 2 == refused
 
@@ -72,15 +73,15 @@ def test_a_known_token_expires_too() -> None:
 def test_an_instance_without_a_key_admits_nobody() -> None:
     """Until the planner has told a key, no token can be checked, so none is good."""
     with pytest.raises(LeaseRefused, match="not reached its planner"):
-        book(keys="").check(token(), 0)
+        book(keys="").check(token(), 0, None)
 
 
 def test_another_generation_is_fenced() -> None:
     """A lease for the weights as they were is no lease for the weights as they are, known or not."""
     leases = book()
-    leases.check(token(), 0)
+    leases.check(token(), 0, None)
     with pytest.raises(SourceChanged, match="generation 0"):
-        leases.check(token(), 1)
+        leases.check(token(), 1, None)
 
 
 def good(leases: LeaseBook) -> str:
@@ -88,7 +89,7 @@ def good(leases: LeaseBook) -> str:
     accepted = ""
     for key in KEYS:
         try:
-            leases.check(token(f"fork-{key}", key=key), 0)
+            leases.check(token(f"fork-{key}", key=key), 0, None)
         except LeaseRefused:
             continue
         accepted += key
@@ -105,7 +106,7 @@ def test_a_withdrawn_key_stays_good_only_where_it_was_used(used: bool, expected:
     """A key that is listed no more opens tokens if it opened one that is not over."""
     leases = book(keys="a")
     if used:
-        leases.check(token(), 0)
+        leases.check(token(), 0, None)
     leases.learn_keys([KEYS["b"]])
     assert expected == good(leases)
 
@@ -114,12 +115,12 @@ def test_a_withdrawn_key_ends_with_the_tokens_it_opened() -> None:
     """Once these are over it opens nothing, and a token it opens meanwhile puts that off no further."""
     clock = Clock()
     leases = book(clock, keys="a")
-    leases.check(token(), 0)
+    leases.check(token(), 0, None)
     leases.learn_keys([KEYS["b"]])
-    leases.check(token("fork-2", expires_at=2000.0), 0)
+    leases.check(token("fork-2", expires_at=2000.0), 0, None)
     clock.now = 1030.0
     with pytest.raises(LeaseRefused, match="forged"):
-        leases.check(token("fork-3", expires_at=2000.0), 0)
+        leases.check(token("fork-3", expires_at=2000.0), 0, None)
 
 
 def test_a_key_that_is_listed_again_is_as_good_as_new() -> None:
@@ -132,7 +133,7 @@ def test_a_key_that_is_listed_again_is_as_good_as_new() -> None:
 
 
 def opened(leases: LeaseBook, fork_id: str, expires_at: float = 1030.0) -> str:
-    leases.check(token(fork_id, expires_at=expires_at), 0)
+    leases.check(token(fork_id, expires_at=expires_at), 0, None)
     return leases.open(fork_id)
 
 
@@ -188,7 +189,7 @@ def test_a_renewed_lease_keeps_the_place() -> None:
     clock = Clock()
     leases = book(clock)
     opened(leases, "fork-1")
-    leases.check(token(expires_at=1060.0), 0)
+    leases.check(token(expires_at=1060.0), 0, None)
     readers = []
     for clock.now in (1030.0, 1059.0, 1060.0):
         readers.append(leases.readers)
@@ -216,3 +217,28 @@ def test_a_channel_that_expired_is_swept_once() -> None:
     swept = [leases.sweep(), leases.sweep()]
     clock.now = 1060.0
     assert (("fork-2",), [(first,), ()], (second,)) == (before, swept, leases.sweep())
+
+
+HERE, ELSEWHERE = "1" * 32, "2" * 32
+
+
+@pytest.mark.parametrize("held", [ELSEWHERE, None])
+def test_a_lease_for_other_weights_is_refused(held: str | None) -> None:
+    """Also where the source does not know yet which weights it gets."""
+    with pytest.raises(SourceChanged, match=f"for the weights {HERE}"):
+        book().check(sign(replace(CLAIMS, weights_id=HERE), KEYS["a"]), 0, held)
+
+
+@pytest.mark.parametrize("claimed", [HERE, None])
+def test_a_lease_for_these_weights_is_good(claimed: str | None) -> None:
+    """One that was given before the weights were known names none."""
+    claims = replace(CLAIMS, weights_id=claimed)
+    assert claims == book().check(sign(claims, KEYS["a"]), 0, HERE)
+
+
+def test_a_lease_is_checked_again_each_time_it_is_shown() -> None:
+    """The weights may have changed since."""
+    leases, shown = book(), sign(replace(CLAIMS, weights_id=HERE), KEYS["a"])
+    leases.check(shown, 0, HERE)
+    with pytest.raises(SourceChanged):
+        leases.check(shown, 0, ELSEWHERE)

@@ -6,7 +6,7 @@ import pytest
 
 from planner.registry import Registry
 from rfork.wire import ForkFinish, Placement
-from tests.unit.planner.builders import OTHER_WEIGHTS, FakeTime, ask, fault, report, whole
+from tests.unit.planner.builders import OTHER_WEIGHTS, FakeTime, accused, ask, fault, report, whole
 from tests.unit.planner.lifecycle.living import ALL, chain, chunks, routes
 
 
@@ -47,9 +47,9 @@ async def test_chunks_of_the_old_weights_are_not_mixed_with_the_new(registry: Re
 
 
 async def test_quarantine_ends_and_its_reason_is_shown_until_then(registry: Registry, time: FakeTime) -> None:
-    """A source that lied gets no reader for a minute."""
-    await chain(registry, "a")
-    await registry.ask(ask("a", faults=(fault("s", "SourceCorrupt"),)))
+    """A source that lied to readers on two hosts gets no reader for a minute."""
+    await registry.report(whole("s", max_readers=2))
+    await accused(registry, "s", by="xy")
     shown = [registry.instance("s").view(time.now).quarantined]
     for _ in range(6):
         time.now += 10

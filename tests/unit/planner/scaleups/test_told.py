@@ -10,7 +10,7 @@ from planner import scaleups
 from planner.problems import ProblemError
 from planner.registry import Registry
 from rfork.wire import MayExit, Rank, ScaleUpView
-from tests.unit.planner.builders import CHUNKS, FakeTime, ask, fault, report, whole
+from tests.unit.planner.builders import CHUNKS, FakeTime, accused, report, whole
 from tests.unit.planner.scaleups.arriving import RANKS, scaleup
 
 LAST = "it is the last that holds version v1 of these weights, and 3 replicas are expected"
@@ -99,9 +99,8 @@ async def test_what_awaits_those_that_come_is_told(
 
 async def test_a_source_in_quarantine_is_no_seed(registry: Registry) -> None:
     """Nobody is sent to it."""
-    await registry.report(whole("s"))
-    await registry.ask(ask("t"))
-    await registry.ask(ask("t", faults=(fault("s", "SourceCorrupt"),)))
+    await registry.report(whole("s", max_readers=2))
+    await accused(registry, "s", by="tu")
     assert 0 == (await registry.scaleups.announce(scaleup(1))).seeds
 
 

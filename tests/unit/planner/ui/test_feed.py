@@ -15,7 +15,7 @@ from planner.ui.feed import Feed
 from planner.ui.reader import MOST_WAITING, Reader
 from planner.ui.rows import Row, changed
 from rfork.wire import ForkFinish, ForkProgress
-from tests.unit.planner.builders import FakeTime, ask, fault, make_registry, whole
+from tests.unit.planner.builders import FakeTime, accused, ask, make_registry, whole
 
 Told = list[tuple[str, dict[str, object]]]
 
@@ -102,9 +102,8 @@ async def test_what_is_no_more_is_told(registry: Registry, feed: Feed) -> None:
 
 async def test_time_alone_changes_rows_too(registry: Registry, feed: Feed, time: FakeTime) -> None:
     """A quarantine that ends and heartbeats that stay away are told, though nobody reports anything."""
-    await registry.report(whole("s"))
-    await registry.ask(ask("a"))
-    await registry.ask(ask("a", faults=(fault("s", "ChunkMismatch"),)))
+    await registry.report(whole("s", max_readers=2))
+    await accused(registry, "s", by="ab")
     reader = await feed.join()
     [row] = [
         row
@@ -112,7 +111,7 @@ async def test_time_alone_changes_rows_too(registry: Registry, feed: Feed, time:
         for row in data.get("instances", [])  # type: ignore[attr-defined]
         if row["id"] == "s"
     ]
-    assert "ChunkMismatch" == row["quarantine"]
+    assert "SourceCorrupt" == row["quarantine"]
     time.now += 61
     changes = await told(reader, '"silent":true')
     assert {"id": "s", "quarantine": None, "quarantined_until": None, "silent": True} in [

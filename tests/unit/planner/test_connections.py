@@ -1,0 +1,57 @@
+"""Bounds on the connections of a server."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.connections import HEAD_S, MAX_CONNECTIONS, MAX_WAITING, Limits, Seen, overdue, surplus
+
+NOW = 100.0
+LIMITS = Limits(connections=4, waiting=2)
+
+
+def waiting(key: int, since: float) -> Seen:
+    """A connection whose request's head is awaited since then."""
+    return Seen(key, busy=False, waits_since=since, active_at=since)
+
+
+def idle(key: int, since: float) -> Seen:
+    """A connection whose last request was answered then."""
+    return Seen(key, busy=False, waits_since=None, active_at=since)
+
+
+def busy(key: int) -> Seen:
+    """A connection with a request under way, for very long."""
+    return Seen(key, busy=True, waits_since=None, active_at=0.0)
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "connections", "waiters"),
+    [(256, 192, 96), (1024, 960, MAX_WAITING), (10, 16, 8), (-1, MAX_CONNECTIONS, MAX_WAITING)],
+)
+def test_limits_follow_the_descriptors(descriptors: int, connections: int, waiters: int) -> None:
+    """Some are left for files and for the store."""
+    assert Limits(connections, waiters) == Limits.of_descriptors(descriptors)
+
+
+def test_a_head_that_takes_too_long_ends_its_connection() -> None:
+    """One that is busy or idle may stay."""
+    seen = [waiting(1, NOW - HEAD_S), waiting(2, NOW - HEAD_S + 0.1), idle(3, 0.0), busy(4)]
+    assert [1] == overdue(seen, NOW)
+
+
+SURPLUS: dict[str, tuple[list[Seen], list[int]]] = {
+    "there is room": ([busy(1), idle(2, 1), waiting(3, 1)], []),
+    "too many wait": ([waiting(1, 2.0), waiting(2, 1.0)], [2]),
+    "too many in all: the oldest that waits": ([busy(1), busy(2), idle(3, 0.0), waiting(4, 9.0)], [4]),
+    "none waits: the oldest idle one": ([busy(1), busy(2), idle(3, 5.0), idle(4, 4.0)], [4]),
+    "all are busy": ([busy(1), busy(2), busy(3), busy(4)], []),
+    "more than one": ([idle(1, 1), idle(2, 2), idle(3, 3), idle(4, 4), waiting(5, 5)], [5, 1]),
+}
+
+
+@pytest.mark.parametrize("case", SURPLUS)
+def test_who_makes_room_for_one_more(case: str) -> None:
+    """A connection without a request before one that was of use."""
+    seen, expected = SURPLUS[case]
+    assert expected == surplus(seen, LIMITS)

@@ -81,9 +81,10 @@ class ForkSession:
         tracer: Tracer | None = None,
         on_filled: Callable[[], None] | None = None,
     ) -> None:
-        """`on_filled` is called once the transfer has filled the module, before this instance is a seed. If
-        it raises EngineMismatch, the fallbacks are tried. `tracer`: this process's, unless it is given. Raises
-        what `rfork.tracing.tracer` raises.
+        """`on_filled` is called once the transfer has filled the module, before this instance is a seed.
+
+        If it raises EngineMismatch, the fallbacks are tried. `tracer`: this process's, unless it is given.
+        Raises what `rfork.tracing.tracer` raises.
         """
         self._module = module
         self._identity = identity

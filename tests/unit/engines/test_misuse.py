@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
@@ -50,7 +50,7 @@ COMMON: dict[str, tuple[dict[str, Any], str]] = {
     "a planner that is none": ({"planner": 5}, "planner is a path or a URI, not a int"),
     "settings that are none": ({"settings": {"planner": NOWHERE}}, "settings is an object of rfork.Settings"),
     "settings that were not checked": (
-        {"settings": Settings.model_construct(**cast(Any, {"drain_s": "long", "planner": NOWHERE}))},
+        {"settings": Settings().model_copy(update={"drain_s": "long"})},
         "RFORK_DRAIN_S: .* number",
     ),
 }

@@ -141,7 +141,7 @@ class _BringUp:
         try:
             if not self._loading and (changed := traits.apply()):
                 log.info("numbers of the modules taken over", count=changed)
-            setattr(module, ATTRIBUTE, Instance(module, seed, report, traits))
+            setattr(module, ATTRIBUTE, Instance(module, seed, report, traits, self._subject.exclude))
         except BaseException:
             seed.close()  # it must not give what is about to be given up
             raise

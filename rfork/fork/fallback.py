@@ -23,7 +23,7 @@ from rfork.fields import StorageKind, Text
 from rfork.image import ranges
 from rfork.image.capture import capture
 from rfork.image.memory import Image
-from rfork.image.walk import plain_tensors
+from rfork.image.wrappers import plain_tensors
 from rfork.logs import logger
 from rfork.settings import StorageSettings
 from rfork.storage.base import Storage

@@ -26,35 +26,13 @@ PROCESS_WORDS = frozenset(
 """Words in names of attributes that say where or when a process runs, or what it has done so far."""
 PROCESS_NAMES = frozenset(
     {
-        *(
-            "step",
-            "steps",
-            "_step",
-            "_steps",
-            "global_step",
-            "epoch",
-            "iteration",
-            "_version",
-            "_is_hf_initialized",
-        ),
-        *(
-            "gradient_checkpointing",
-            "_commit_hash",
-            "_auto_class",
-            "_hf_hook",
-            "_old_forward",
-            "hf_quantizer",
-        ),
-        *(
-            "_weight_conversions",
-            "_is_quantized",
-            "is_quantized",
-            "_hf_peft_config_loaded",
-            "_transformers_version",
-        ),
+        *("step", "steps", "_step", "_steps", "global_step", "epoch", "iteration", "_version"),
+        # Of torch's buffers, accelerate and transformers: how they were made, and how they train.
+        *("_is_buffer", "persistent", "_hf_hook", "_old_forward", "_is_hf_initialized", "hf_quantizer"),
+        *("gradient_checkpointing", "is_quantized"),
     }
 )
-"""Names of attributes with the same meaning, and what transformers notes when it loads a model."""
+"""Names of attributes with the same meaning, and notes of libraries on objects that they load."""
 _BASES: tuple[type, ...] = (bool, int, float, complex, str, bytes)
 MAX_TEXT = 80
 """Characters of a value that are kept; of longer ones the digest tells them apart."""
@@ -138,8 +116,8 @@ def _text(value: object) -> str:
         return f"{type(value).__name__}.{value.name}"
     if isinstance(value, np.generic):
         value = value.item()
-    base = next((each for each in _BASES if isinstance(value, each)), None)
-    text = repr(value) if base is None else base.__repr__(value)
+    base = next((each for each in _BASES if isinstance(value, each)), type(value))
+    text = str(base.__repr__(value))  # type: ignore[call-arg]  # of a subclass, without what its class adds
     if len(text) <= MAX_TEXT:
         return text
     return f"{text[:MAX_TEXT]}… ({sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]})"

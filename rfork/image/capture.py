@@ -56,14 +56,15 @@ def capture(module: nn.Module, *, exclude: Sequence[str] = (), like: Layout | No
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         excluded = _matcher(exclude)
         state = state_of_module(module, excluded)
+        left_out: dict[str, torch.Tensor] = {}
         if like is not None:
             names = {spec.name for spec in like.tensors}
-            tensors, left_out = {name: each for name, each in state.tensors.items() if name in names}, {}
+            tensors = {name: each for name, each in state.tensors.items() if name in names}
             refused = {name: why for name, why in state.refused.items() if name in names}
             attributes = like.attributes
         else:
             refused = state.refused
-            tensors, left_out = state.tensors, {}
+            tensors = state.tensors
             if excluded is not None:
                 tensors = {name: each for name, each in tensors.items() if not excluded(name)}
                 left_out = {name: each for name, each in state.tensors.items() if name not in tensors}

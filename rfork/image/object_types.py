@@ -67,8 +67,14 @@ class ObjectType(NamedTuple):
     slots: tuple[tuple[str, MemberDescriptorType], ...]
     shared: tuple[tuple[str, object], ...]
     """Class attributes that may hold tensors."""
+    keeps_notes: bool
+    """Private attributes are notes on how the object was made: those of transformers' models."""
     computed: frozenset[str]
     """Cached properties: they follow from the rest, and are there only once something has read them."""
+
+    def compares(self, key: str) -> bool:
+        """Return whether an attribute of a module may be compared, by its class."""
+        return key not in self.computed and not (self.keeps_notes and key.startswith("_"))
 
 
 def object_type(cls: type, root: type = object) -> ObjectType:
@@ -98,6 +104,7 @@ def object_type(cls: type, root: type = object) -> ObjectType:
         compared,
         tuple(sorted(slots.items(), key=itemgetter(0))),
         tuple(sorted(shared.items(), key=itemgetter(0))),
+        any(base.__name__ == "PreTrainedModel" for base in own),
         frozenset(computed),
     )
 
@@ -178,7 +185,7 @@ def is_plain(value: object) -> bool:
     return type(value) in PLAIN_VALUES or isinstance(value, Enum | type | FunctionType)
 
 
-def tensor_of(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+def tensor_of(array: np.ndarray) -> torch.Tensor:
     """Return a tensor of an array's memory. Raises TypeError or ValueError where there is none."""
     if not array.flags.writeable:
         raise ValueError("it is read-only")

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from copy import copy
 from types import FunctionType, MethodType, ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -140,10 +141,10 @@ class _Walk:
                 for key in sorted(own):
                     value = attributes[key]
                     if type(value) in SCALARS:
-                        if (self._compare or type(value) is bool) and key not in kind.computed:
+                        if (self._compare or type(value) is bool) and kind.compares(key):
                             self.state.attributes.add(name, key, value)
                     elif value is not None:
-                        self._attribute(name, key, value, compare=self._compare)
+                        self._attribute(name, key, value, compare=self._compare and kind.compares(key))
             if kind.slots or kind.shared:
                 self._class_attributes(name, module, kind, attributes, compare=self._compare)
             for key in HOOKS:
@@ -268,7 +269,7 @@ class _Walk:
         holder, _, key = name.rpartition(".")
         self.state.attributes.add(holder, key, (*values,))
 
-    def _entries(self, name: str, entries: dict[object, object], compare: bool) -> None:
+    def _entries(self, name: str, entries: dict[Any, object], compare: bool) -> None:
         compare = compare and len(entries) <= MAX_SEQUENCE
         for key, value in dict.items(entries):
             if type(value) in PLAIN_VALUES and not compare:
@@ -287,7 +288,7 @@ class _Walk:
         if probe.state.tensors or probe.state.refused:
             self.state.refused[name] = "it holds tensors in a set or under dict keys without a stable name"
 
-    def _array(self, name: str, array: np.ndarray) -> None:  # type: ignore[type-arg]
+    def _array(self, name: str, array: np.ndarray) -> None:
         if array.dtype.hasobject:
             self._sequence(name, list(array.flat), compare=False)
             return

@@ -358,7 +358,7 @@ def test_attributes_of_many_values_are_one_line() -> None:
 def test_cached_properties_are_not_compared() -> None:
     """What follows from the rest is there only once something has read it."""
     used, fresh = WithProperty(), WithProperty()
-    assert 2 == used.double
+    assert 2 == used.twice
     assert capture(used).layout == capture(fresh).layout
 
 
@@ -366,7 +366,7 @@ class WithProperty(nn.Module):
     """A module that computes an attribute."""
 
     @cached_property
-    def double(self) -> int:
+    def twice(self) -> int:
         """Computed once."""
         return 2
 

@@ -110,7 +110,7 @@ class Record:
 
     packed: torch.Tensor
     scale: torch.Tensor
-    extra: list[torch.Tensor] = field(default_factory=list)
+    extra: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -271,15 +271,17 @@ class Opaque(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Opaque:
         """Without storage."""
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined, no-any-return]
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
     def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
+        vars(self)["wrapped"] = inner
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """On what is wrapped."""
-        return func(*(each.inner if isinstance(each, Opaque) else each for each in args), **(kwargs or {}))
+        return func(
+            *(vars(each)["wrapped"] if isinstance(each, Opaque) else each for each in args), **(kwargs or {})
+        )
 
 
 class Subclass(torch.Tensor):
@@ -373,8 +375,13 @@ def parametrized(module: nn.Module) -> nn.Module:
 
 def quantized(module: nn.Module) -> nn.Module:
     """The weights in a script object."""
-    quantised: nn.Module = torch.ao.quantization.quantize_dynamic(nn.Sequential(module))  # type: ignore[no-untyped-call]
+    quantised: nn.Module = torch.ao.quantization.quantize_dynamic(nn.Sequential(module))
     return quantised
+
+
+def packed(module: nn.Module) -> object:
+    """The script object alone."""
+    return vars(quantized(module).get_submodule("0._packed_params"))["_packed_params"]
 
 
 class Lora(nn.Module):
@@ -485,7 +492,7 @@ held(
     "module in a dataclass",
     lambda v: Record(made(v), made(v), [nn.Linear(2, 2)]),
     lambda it: [it.extra[0].weight],
-)  # type: ignore[list-item]
+)
 held(
     "dynamically quantised module in an object",
     lambda v: Plain(m=quantized(nn.Linear(4, 3))),
@@ -511,10 +518,10 @@ held("array", lambda v: array.array("f", [v]), lambda it: [it.tolist()], "bytes 
 held("memoryview", lambda v: memoryview(bytearray([v])), lambda it: [bytes(it)], "bytes are no tensor's")
 held(
     "script object",
-    lambda v: quantized(nn.Linear(2, 2))[0]._packed_params._packed_params,
+    lambda v: packed(nn.Linear(2, 2)),
     lambda it: [],
     "packs tensors",
-)  # type: ignore[index]
+)
 
 
 def with_attribute(container: Any, value: int) -> object:
@@ -678,7 +685,7 @@ def untied() -> Any:
     return module
 
 
-def tied() -> nn.Module:
+def tied() -> Any:
     """An embedding that is the head as well."""
     module = untied()
     module.head.weight = module.embed.weight
@@ -688,7 +695,7 @@ def tied() -> nn.Module:
 # Tensors of other types and forms.
 held("tensor subclass", lambda v: made(v).as_subclass(Subclass), lambda it: [it.as_subclass(torch.Tensor)])
 held("traceable wrapper", lambda v: TwoTensor(made(v), made(v)), lambda it: [it.a, it.b])
-held("opaque wrapper", lambda v: Opaque(made(v)), lambda it: [it.inner], "at no address")
+held("opaque wrapper", lambda v: Opaque(made(v)), lambda it: [it.wrapped], "at no address")
 held(
     "masked tensor",
     lambda v: masked_tensor(made(v), torch.tensor([True, False, True])),
@@ -793,7 +800,7 @@ scalar(
     "in a dataclass",
     lambda v: Record(torch.ones(1), torch.ones(1), [SimpleNamespace(gamma=v)]),
     "attribute gamma",
-)  # type: ignore[list-item]
+)
 scalar("in a closure", lambda v: lambda: v, "attribute v")
 scalar("on the parameter", lambda v: 1, "")
 kind(

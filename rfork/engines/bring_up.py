@@ -18,6 +18,7 @@ from torch import nn
 
 from rfork import settings as options
 from rfork.control.client import PlannerClient
+from rfork.engines.completeness import Completeness
 from rfork.engines.instance import ATTRIBUTE, Instance
 from rfork.engines.traits import Traits
 from rfork.errors import NothingLeft, RforkError, SettingsError, TargetError
@@ -114,7 +115,11 @@ class _BringUp:
             return self._fork()
         except Exception as error:  # whatever is wrong with a fork, it is no reason not to serve
             if self._made is not None and self._loaded:
-                log.exception("the engine loaded its weights by itself, and does not give them")
+                log.error(
+                    "the engine loaded its weights by itself, and is no seed",
+                    because=f"{type(error).__name__}: {error}",
+                    exc_info=not isinstance(error, RforkError),
+                )
                 return self._made
             if self._loading or isinstance(error, SettingsError):
                 raise
@@ -133,7 +138,8 @@ class _BringUp:
         return self._engine.load()
 
     def _fork(self) -> nn.Module:
-        self._take(self._engine.empty())
+        proof = Completeness()
+        proof.check(self._take(self._engine.empty()))
         report = self._session().run()
         module, traits, seed = self._made, self._traits, report.seed
         if module is None or traits is None or seed is None:
@@ -177,9 +183,11 @@ class _BringUp:
         self._loading = True
         self._made = self._traits = None
         collect()
+        proof = Completeness()
         module = self._engine.load()
         self._made, self._loaded = module, True
-        return self._take(module)
+        proof.check(self._take(module))
+        return module
 
     def _take(self, module: nn.Module) -> nn.Module:
         self._made = module

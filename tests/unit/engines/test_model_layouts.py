@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
 
 def layouts_of(folder: Path, mode: str) -> dict[str, Any]:
     """What a process of its own says."""
-    command = [sys.executable, "-m", "tests.unit.engines.model_layout", folder, mode]
+    command = [sys.executable, "-m", "tests.unit.engines.model_layout", str(folder), mode]
     ran = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE)
     found: dict[str, Any] = json.loads(ran.stdout)
     return found

@@ -85,7 +85,7 @@ def spans_of(module: nn.Module) -> Iterator[tuple[int, int]]:
 
 def allocations() -> Blocks:
     """Return the blocks that torch's CUDA allocator has handed out; none where another one took its place."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         return {}
     try:
         snapshot: Sequence[Mapping[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ def key_name(key: object) -> str | None:
     Text that is the complete key is named by itself; any other key, in brackets, as Python writes it:
     ``table.a``, ``table[7]``, ``table[(Gate.UP, 'a')]``.
     """
-    if type(key) is str:
+    if type(key) is str and not key.startswith("["):
         return key
     literal = _literal(key)
     return None if literal is None else f"[{literal}]"
@@ -24,23 +24,15 @@ def key_name(key: object) -> str | None:
 
 def _literal(key: object) -> str | None:
     if isinstance(key, Enum):
-        return f"{type(key).__name__}.{key.name}"
+        return f"{type(key).__name__}.{key.name or key.value}"
     if type(key) is str or type(key) in _BY_REPR:
         return repr(key)
     if isinstance(key, _BY_TEXT):
         return str(key)
     if isinstance(key, type):
         return f"{key.__module__}.{key.__qualname__}"
-    if type(key) is tuple:
-        return _of_tuple(key)
+    if isinstance(key, tuple):
+        items = [_literal(item) for item in key]
+        if None not in items:
+            return f"{'' if type(key) is tuple else type(key).__name__}({', '.join(filter(None, items))})"
     return None
-
-
-def _of_tuple(key: tuple[object, ...]) -> str | None:
-    literals = []
-    for item in key:
-        literal = _literal(item)
-        if literal is None:
-            return None
-        literals.append(literal)
-    return f"({', '.join(literals)})"

@@ -132,7 +132,7 @@ def _may_hold_tensors(value: object) -> bool:
     if isinstance(value, dict):
         return any(map(_may_hold_tensors, value.values()))
     return (
-        hasattr(value, "__dict__")
+        bool(own_attributes(value))
         and not isinstance(value, type | FunctionType)
         and not callable(value)
         and not hasattr(type(value), "__get__")

@@ -42,8 +42,8 @@ from rfork.image.object_types import (
 )
 from rfork.image.wrappers import inner_tensors
 
-OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""What nn.Module itself keeps on every module: registries and hooks."""
+OWN_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+"""What nn.Module itself keeps on every module: registries, hooks and compiled code."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 """Registries of what computes with a module's inputs and outputs."""
 PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})

@@ -6,7 +6,7 @@ from enum import Enum
 from functools import cached_property
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -237,6 +237,13 @@ def test_the_tensors_that_hold_the_bytes_of_another() -> None:
     ]
 
 
+class Point(NamedTuple):
+    """A key of tables."""
+
+    x: int
+    y: int
+
+
 class Gate(Enum):
     """A key of tables."""
 
@@ -246,7 +253,7 @@ class Gate(Enum):
 
 def test_dict_entries_are_named_by_type_and_value_of_the_key() -> None:
     """The names do not depend on the order of the entries, and equal texts of two types stay apart."""
-    keys = [1, "1", Gate.UP, (Gate.DOWN, "a", 2), None, torch.float16, 2.5, b"raw", int]
+    keys = [1, "1", "[1]", Gate.UP, Point(1, 2), (Gate.DOWN, "a", 2), None, torch.float16, 2.5, b"raw", int]
     table = {key: torch.zeros(1) for key in keys}
     modules = [holding(table), holding(dict(reversed(table.items())))]
     expected = sorted(
@@ -254,6 +261,8 @@ def test_dict_entries_are_named_by_type_and_value_of_the_key() -> None:
             *(
                 "table.1",
                 "table[1]",
+                "table['[1]']",
+                "table[Point(1, 2)]",
                 "table[2.5]",
                 "table[Gate.UP]",
                 "table[(Gate.DOWN, 'a', 2)]",
@@ -353,6 +362,14 @@ def test_attributes_of_many_values_are_one_line() -> None:
     assert ["p=300 values at 0 0.0 and 299 more"] == [
         line.partition(" (")[0].replace("p=0.0", "0.0") for line in lines
     ]
+
+
+def test_a_compiled_module_has_the_layout_of_one_that_is_not() -> None:
+    """Code that was made of a module is no state of it."""
+    compiled, plain = nn.Linear(2, 2), nn.Linear(2, 2)
+    constant = torch.zeros(1)
+    vars(compiled)["_compiled_call_impl"] = lambda x: x + constant  # as `compile` does
+    assert capture(compiled).layout == capture(plain).layout
 
 
 def test_cached_properties_are_not_compared() -> None:

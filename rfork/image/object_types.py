@@ -47,6 +47,8 @@ CONFIGURATIONS = frozenset({"PretrainedConfig", "PreTrainedConfig", "GenerationC
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 MAX_REFERENTS = 10_000
 """Objects that an object without attributes is searched for."""
+MAX_CLASS_DEPTH = 8
+"""Containers in one another that a class attribute is searched for; the walk has bounds of its own."""
 HEAP_TYPE = 1 << 9
 """Flag of types that Python code, or an extension by its rules, has created."""
 
@@ -123,14 +125,16 @@ def is_ignored(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in IGNORED_PACKAGES)
 
 
-def _may_hold_tensors(value: object) -> bool:
+def _may_hold_tensors(value: object, depth: int = 0) -> bool:
     """Of a class attribute: containers of plain values, code and descriptors do not."""
+    if depth > MAX_CLASS_DEPTH:
+        return True
     if isinstance(value, torch.Tensor | np.ndarray | nn.Module):
         return True
     if isinstance(value, list | tuple | set | frozenset | deque):
-        return any(map(_may_hold_tensors, value))
+        return any(_may_hold_tensors(item, depth + 1) for item in value)
     if isinstance(value, dict):
-        return any(map(_may_hold_tensors, value.values()))
+        return any(_may_hold_tensors(item, depth + 1) for item in value.values())
     return (
         bool(own_attributes(value))
         and not isinstance(value, type | FunctionType)
@@ -246,20 +250,20 @@ def _writable_bytes(value: object) -> bool:
         return False
 
 
-def script_state(module: Any) -> Iterator[str]:
-    """Each reason why a script module or function holds tensors that are neither parameters nor buffers."""
-    graph = getattr(module, "inlined_graph", None)
-    if graph is None:
-        return
-    if isinstance(module, nn.Module):
-        known = {name.rpartition(".")[2] for name, _ in (*module.named_parameters(), *module.named_buffers())}
-    else:
-        known = set()
-    for node in graph.findAllNodes("prim::Constant"):
-        if node.hasAttribute("value") and node.kindOf("value") in ("t", "ts"):
-            yield "it is a frozen or traced script, which keeps tensors as constants of its code"
-            return
-    for node in graph.findAllNodes("prim::GetAttr"):
-        if "Tensor" in str(node.output().type()) and node.s("name") not in known:
-            yield f"it is a script with tensors in the attribute {node.s('name')!r}"
-            return
+def script_state(script: Any) -> str | None:
+    """Return why a script module or function holds tensors that are no parameters or buffers, or None."""
+    known: set[str] = set()
+    graphs = [script]
+    if isinstance(script, nn.Module):
+        known = {name.rpartition(".")[2] for name, _ in (*script.named_parameters(), *script.named_buffers())}
+        code: Any = script._c
+        graphs = [code._get_method(name) for name in code._method_names()]
+    for each in graphs:
+        graph = each.inlined_graph  # kept: its nodes do not keep it
+        for node in graph.findAllNodes("prim::Constant"):
+            if node.hasAttribute("value") and node.kindOf("value") in ("t", "ts"):
+                return "it is a frozen or traced script, which keeps tensors as constants of its code"
+        for node in graph.findAllNodes("prim::GetAttr"):
+            if "Tensor" in str(node.output().type()) and node.s("name") not in known:
+                return f"it is a script with tensors in the attribute {node.s('name')!r}"
+    return None

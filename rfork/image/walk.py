@@ -171,7 +171,7 @@ class _Walk:
         if id(module) in self._seen or not hasattr(module, "_c"):
             return
         self._seen.update((id(each), each) for each in module.modules())
-        for reason in script_state(module):
+        if reason := script_state(module):
             self.state.refused[name or "(all)"] = reason
 
     def _attribute(self, holder: str, key: str, value: object, *, compare: bool) -> None:
@@ -307,8 +307,8 @@ class _Walk:
         if kind is None:
             kind = self._classes[cls] = object_type(cls)
         attributes = own_attributes(value)
-        if isinstance(value, torch.jit.ScriptFunction):
-            self.state.refused.update((name, reason) for reason in script_state(value))
+        if isinstance(value, torch.jit.ScriptFunction) and (reason := script_state(value)):
+            self.state.refused[name] = reason
         if not kind.followed:
             return
         if not (attributes or kind.slots or isinstance(value, _CONTAINERS)):

@@ -384,6 +384,36 @@ def packed(module: nn.Module) -> object:
     return vars(quantized(module).get_submodule("0._packed_params"))["_packed_params"]
 
 
+class Script(nn.Module):
+    """With a tensor that is neither parameter nor buffer, and a method that is not `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4))
+        self.table = torch.rand(4)
+
+    @torch.jit.export
+    def used(self, x: torch.Tensor) -> torch.Tensor:
+        """Both."""
+        return x * self.weight * self.table
+
+
+def traced_function(value: int) -> object:
+    """A function over a tensor that is a constant of its code."""
+    constant = made(value, 4)
+    return torch.jit.trace(lambda x: x * constant, X)
+
+
+class SelfNested(nn.Linear):
+    """A class with a list that holds itself."""
+
+    loop: list[object] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.loop.append(self.loop)
+
+
 class Lora(nn.Module):
     """A layer that is only referred to, from a plain object."""
 
@@ -397,6 +427,15 @@ class Lora(nn.Module):
         adapter = vars(self)["adapter"]
         return self.base(x) + adapter.up(adapter.down(x))  # type: ignore[no-any-return]
 
+
+kind(
+    "layer: script with a tensor as attribute",
+    lambda _: torch.jit.script(Script()),
+    lambda module: [module.used(X)],
+    "attribute 'table'",
+)
+held("traced function", traced_function, lambda it: [it(X)], "frozen or traced")
+layer("class with a list that holds itself", SelfNested, X)
 
 # Containers and objects in attributes.
 held("tensor", made, lambda it: [it])

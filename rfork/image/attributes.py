@@ -112,12 +112,14 @@ def _name(holder: str, key: str) -> str:
 
 
 def _text(value: object) -> str:
-    if isinstance(value, Enum):
+    if type(value) not in _BASES and isinstance(value, Enum):
         return f"{type(value).__name__}.{value.name}"
     if isinstance(value, np.generic):
         value = value.item()
-    base = next((each for each in _BASES if isinstance(value, each)), type(value))
-    text = str(base.__repr__(value))  # type: ignore[call-arg]  # of a subclass, without what its class adds
+    base = type(value)
+    if base not in _BASES:  # of a subclass, without what its class adds
+        base = next((each for each in _BASES if isinstance(value, each)), base)
+    text = str(base.__repr__(value))  # type: ignore[call-arg]
     if len(text) <= MAX_TEXT:
         return text
     return f"{text[:MAX_TEXT]}… ({sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]})"

@@ -60,11 +60,7 @@ Excluded = Callable[[str], object]
 
 
 class State:
-    """What one walk found.
-
-    `tensors` by dotted name, `refused` the reason for each name of what cannot be carried, and `attributes`
-    the plain values.
-    """
+    """Tensors by dotted name, the reason for each name that is refused, and the plain values."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -115,6 +111,8 @@ class _Walk:
         """Objects and referred modules that were entered; kept, as an id is only unique while they live."""
         self._path: set[int] = set()
         self._classes: dict[type, ObjectType] = {}
+        self._ordinary: set[type] = set()
+        """Classes of objects that are no tensors, modules, containers, code or plain values."""
         self._visited = 0
         self._depth = 0
         self._compare = MARKED not in vars(root)
@@ -176,7 +174,7 @@ class _Walk:
 
     def _attribute(self, holder: str, key: str, value: object, *, compare: bool) -> None:
         """One attribute of a module, an object or a tensor."""
-        if type(value) in SCALARS or is_scalar(value):
+        if type(value) in SCALARS or (type(value) not in self._ordinary and is_scalar(value)):
             if compare:
                 self.state.attributes.add(holder, key, value)
         elif type(value) not in PLAIN_VALUES:
@@ -197,17 +195,16 @@ class _Walk:
 
     def _value(self, name: str, value: object, *, compare: bool) -> None:
         """The state in what hangs on a module or a tensor: anything at all."""
-        if isinstance(value, torch.Tensor):
+        ordinary = type(value) in self._ordinary
+        if not ordinary and isinstance(value, torch.Tensor):
             self._tensor(name, value)
         elif self._excluded is not None and self._excluded(name):
             self._postponed.append((name, value, compare))
-        elif isinstance(value, nn.Module):
+        elif not ordinary and isinstance(value, nn.Module):
             if id(value) not in self._registered and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 self.modules(name, value)
-        elif isinstance(value, type | ModuleType):
-            return
-        elif self._enter(name, value):
+        elif (ordinary or not isinstance(value, type | ModuleType)) and self._enter(name, value):
             self._depth += 1
             self._contents(name, value, compare)
             self._depth -= 1
@@ -228,7 +225,9 @@ class _Walk:
         return False
 
     def _contents(self, name: str, value: object, compare: bool) -> None:
-        if isinstance(value, list | tuple | deque):
+        if type(value) in self._ordinary:
+            pass
+        elif isinstance(value, list | tuple | deque):
             self._sequence(name, value, compare)
         elif isinstance(value, dict):
             self._entries(name, value, compare)
@@ -252,6 +251,8 @@ class _Walk:
         elif isinstance(value, MethodType):
             self._value(f"{name}.__self__", value.__self__, compare=compare)
             return
+        elif not isinstance(value, torch.jit.ScriptFunction):
+            self._ordinary.add(type(value))
         self._object(name, value, compare)
 
     def _sequence(

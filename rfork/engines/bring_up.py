@@ -180,10 +180,10 @@ class _BringUp:
         return ways
 
     def _load(self) -> nn.Module:
-        self._loading = True
         self._made = self._traits = None
         collect()
         proof = Completeness()
+        self._loading = True
         module = self._engine.load()
         self._made, self._loaded = module, True
         proof.check(self._take(module))

@@ -119,7 +119,7 @@ def _text(value: object) -> str:
     base = type(value)
     if base not in _BASES:  # of a subclass, without what its class adds
         base = next((each for each in _BASES if isinstance(value, each)), base)
-    text = str(base.__repr__(value))  # type: ignore[call-arg]
+    text = str(base.__repr__(value))
     if len(text) <= MAX_TEXT:
         return text
     return f"{text[:MAX_TEXT]}… ({sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]})"

@@ -10,7 +10,7 @@
     │   ├── CheckpointError        a checkpoint folder is missing, incomplete or does not fit the model
     │   ├── ModelError             a model folder cannot be built into a module
     │   ├── EngineMismatch         the engine is not made as the plug-in knows it
-    │   └── UnsupportedTensor      a tensor that has no bytes to carry (meta, sparse, quantized wrapper)
+    │   └── UnsupportedTensor      state that cannot be carried (meta, sparse, quantised, packed in a script)
     ├── TargetError                fault: target   exit 3   the side that receives is at fault
     │   ├── LayoutMismatch         target and source do not hold the same tensors; names the first difference
     │   ├── WrongVersion           one server would be made of two versions of the weights
@@ -115,10 +115,10 @@ class EngineMismatch(UserError):
 
 
 class UnsupportedTensor(UserError):
-    """A tensor of the module has no bytes that could be carried."""
+    """State of the module that cannot be carried: a tensor without bytes, or what is in no tensor."""
 
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"tensor {name!r} cannot be captured: {why}")
+    def __init__(self, name: str, why: str, *, hint: str = "") -> None:
+        super().__init__(f"{name!r} cannot be captured: {why}", hint=hint)
         self.name = name
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from rfork import settings as options
 from rfork.control.client import PlannerClient
+from rfork.engines.completeness import Completeness
 from rfork.engines.instance import ATTRIBUTE, Instance
 from rfork.engines.own_version import CurrentVersion, choose_version, version_of_files
 from rfork.engines.replica import replica_of
@@ -131,7 +132,11 @@ class _BringUp:
             return self._fork()
         except Exception as error:  # whatever is wrong with a fork, it is no reason not to serve
             if self._made is not None and self._loaded:
-                log.exception("the engine loaded its weights by itself, and does not give them")
+                log.error(
+                    "the engine loaded its weights by itself, and is no seed",
+                    because=f"{type(error).__name__}: {error}",
+                    exc_info=not isinstance(error, RforkError),
+                )
                 return self._made
             if self._loading or isinstance(error, (SettingsError, WrongVersion)):
                 raise
@@ -150,13 +155,14 @@ class _BringUp:
         return self._engine.load()
 
     def _fork(self) -> nn.Module:
-        self._take(self._engine.empty())
+        proof = Completeness()
+        proof.check(self._take(self._engine.empty()))
         report = self._session().run()
         module, traits, seed = self._made, self._traits, report.seed
         if module is None or traits is None or seed is None:
             raise NothingLeft("the fork ended without a model", ())
         try:
-            setattr(module, ATTRIBUTE, Instance(module, seed, report, traits))
+            setattr(module, ATTRIBUTE, Instance(module, seed, report, traits, self._subject.exclude))
         except BaseException:
             seed.close()  # it must not give what is about to be given up
             raise
@@ -229,12 +235,14 @@ class _BringUp:
         return ways
 
     def _load(self) -> nn.Module:
-        self._loading = True
         self._made = self._traits = None
         collect()
+        proof = Completeness()
+        self._loading = True
         module = self._engine.load()
         self._made, self._loaded = module, True
-        return self._take(module)
+        proof.check(self._take(module))
+        return module
 
     def _take(self, module: nn.Module) -> nn.Module:
         self._made = module

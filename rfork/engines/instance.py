@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from torch import nn
@@ -32,12 +32,20 @@ ATTRIBUTE = "rfork_instance"
 class Instance:
     """What the engine's room tells of its model; thread-safe. Once it is closed, a call does nothing."""
 
-    def __init__(self, module: nn.Module, seed: Seed, report: ForkReport, traits: Traits) -> None:
-        """`seed` gives the image of `module`, or of a part of its tensors."""
+    def __init__(
+        self,
+        module: nn.Module,
+        seed: Seed,
+        report: ForkReport,
+        traits: Traits,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        """`seed` gives the image of `module`, or of a part of its tensors: without what `exclude` names."""
         self.seed = seed
         self.report = report
         self._module = module
         self._traits = traits
+        self._exclude = exclude
         self._renewing = threading.Lock()
         self._closing = threading.Lock()
         self._closed = False
@@ -97,10 +105,13 @@ class Instance:
     def captured(self) -> Image:
         """The tensors that are given, as the model has them now; what was hung on it since is left out.
 
-        Where one is gone, or another, the layout differs from the seed's. Raises UnsupportedTensor.
+        Raises LayoutMismatch where one is gone or another, and UnsupportedTensor.
         """
-        given = self.seed.image.layout.tensors
-        return capture(self._module, only={spec.name for spec in given})
+        given = self.seed.image.layout
+        image = capture(self._module, exclude=self._exclude, like=given)
+        if difference := given.first_difference(image.layout):
+            raise LayoutMismatch(difference)
+        return image
 
     def close(self, drain_s: float | None = None) -> None:
         """Give no more, after the readers there are had `drain_s` seconds (none: the setting) to finish."""

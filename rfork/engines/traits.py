@@ -1,30 +1,24 @@
-"""What an engine's model is beside its parameters: facts, numbers and hidden tensors, hung on the model.
+"""Facts and numbers of an engine's model, hung on the model so that its image has them.
 
-Post-processing leaves its results in more places than tensors of modules: as Python floats (the scales of
-a quantised KV cache), and as tensors of helper objects (attention implementations, kernels). Both serve, so
-both are part of the image. Its switches are not carried: that they are equal is a fact. Runs on the source,
-and on the target before its layout is taken.
+Post-processing leaves Python floats on modules (the scales of a quantised KV cache), which serve as tensors
+do: they are part of the image. Which classes compute with the weights is a fact, and has to be equal. Runs on
+the source, and on the target before its layout is taken.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from enum import Enum
-from functools import cached_property
 from hashlib import sha256
 
 import torch
 from torch import nn
 
 from rfork.errors import LayoutMismatch
-from rfork.image.marks import mark
-from rfork.image.walk import OWN_ATTRIBUTES, named_tensors
+from rfork.image.marks import ATTRIBUTE, mark
 
-ATTRIBUTE = "rfork"
-"""Of the model: where all of this hangs."""
 DEEPEST = 6
-"""Steps from a module through helper objects to a tensor."""
+"""Steps from a module through helper objects to what computes."""
 HELPERS = (
     *("quant_method", "old_quant_method", "scheme", "kernel", "impl", "runner", "experts"),
     # vLLM: linear layers, and a mixture's method, kernel, implementation, experts, scales.
@@ -34,43 +28,28 @@ HELPERS = (
     # SGLang: a mixture's runners, and those of Ascend.
     *("runner_core", "_aiter_runner", "moe_runner_config", "w13_kernel", "w2_kernel"),
 )
-"""Attributes of layers, and of one another, that hold what computes with the weights.
-
-What only sends tokens (`prepare_finalize`, `dispatcher`) is none: it keeps buffers, and no weights.
-"""
+"""Attributes of layers, and of one another, that hold what computes with the weights."""
 
 
 class Traits:
     """Hangs them on a model once its layout is final; before its weights are, on a target."""
 
     def __init__(self, module: nn.Module, facts: Collection[str], packages: Collection[str]) -> None:
-        """`packages` are the engine's: only objects of classes of theirs are looked into."""
+        """`packages` are the engine's: only what classes of theirs compute is a fact."""
         self._module = module
         self._packages = frozenset(packages)
-        hidden, self._aliases = _hidden(module, self._packages)
         self._places = tuple(_floats(module))
         names = sha256("\n".join(name for name, _, _ in self._places).encode()).hexdigest()[:16]
         self._floats = torch.empty(len(self._places), dtype=torch.float64, device=_device(module))
-        self._kept = {"is": mark((*facts, *_kernels(module, self._packages), *_switches(module)))}
-        self._hidden = self._kept["hidden"] = hidden
-        self._kept["floats"] = {names: self._floats}
-        setattr(module, ATTRIBUTE, self._kept)
+        marks = mark((*facts, *_kernels(module, self._packages)))
+        setattr(module, ATTRIBUTE, {"is": marks, "floats": {names: self._floats}})
         self._write()
 
     def note(self) -> None:
-        """Write the numbers into the image, and take the hidden tensors, as the model has them now.
+        """Write the numbers into the image, as the model has them now. Runs on the source.
 
-        Helpers may have made theirs anew: the next `capture` finds those. What they keep beside them since is
-        left out. Runs on the source. Raises LayoutMismatch where a number is none any more, where a tensor
-        has gone, and where one that viewed a weight has memory of its own.
+        Raises LayoutMismatch where a number is none any more.
         """
-        hidden, _ = _hidden(self._module, self._packages)
-        for name in self._hidden:
-            if name not in hidden:
-                raise LayoutMismatch(f"{name} was a tensor of a helper's own, and is none now")
-        for name in sorted(self._aliases & hidden.keys()):
-            raise LayoutMismatch(f"{name} was a view of another tensor, and has memory of its own now")
-        self._hidden.update({name: hidden[name] for name in self._hidden})
         self._write()
 
     def _write(self) -> None:
@@ -100,23 +79,6 @@ def _floats(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for name, submodule in module.named_modules():
         for key in sorted(key for key, value in vars(submodule).items() if type(value) is float):
             yield f"{name}.{key}", submodule, key
-
-
-def _switches(module: nn.Module) -> Iterator[str]:
-    """One fact of all truth values on modules: what only the loading of weights sets, no target has."""
-    told = sorted(
-        f"{name}.{key}={value}"
-        for name, submodule in module.named_modules()
-        for key, value in vars(submodule).items()
-        if type(value) is bool and key not in OWN_ATTRIBUTES and not _computed(submodule, key)
-    )
-    if told:
-        yield f"switches {sha256(chr(10).join(told).encode()).hexdigest()[:12]}"
-
-
-def _computed(module: nn.Module, key: str) -> bool:
-    """Whether it follows from the rest, and is there only once somebody has asked for it."""
-    return isinstance(getattr(type(module), key, None), cached_property)
 
 
 def _kernels(module: nn.Module, packages: Collection[str]) -> Iterator[str]:
@@ -150,47 +112,6 @@ def _helpers(holder: object, packages: Collection[str]) -> Iterator[tuple[str, o
                     following.append((f"{path}{key}.", helper))
         yield from following
         level = following
-
-
-def _hidden(module: nn.Module, packages: Collection[str]) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
-    """The helpers' tensors whose memory is no tensor's of a module, and the names of their others."""
-    spans = _merged(
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
-        for name, tensor in named_tensors(module).items()
-        if tensor.nbytes and not name.startswith(f"{ATTRIBUTE}.")
-    )
-    hidden: dict[str, torch.Tensor] = {}
-    aliases: set[str] = set()
-    seen: set[int] = set()
-    for name, submodule in module.named_modules():
-        for path, helper in _helpers(submodule, packages):
-            for key, value in sorted(vars(helper).items()):
-                if not isinstance(value, torch.Tensor) or not value.nbytes:
-                    continue
-                place = f"{name}.{path}{key}"
-                if id(value) in seen or _within(value, spans):
-                    aliases.add(place)
-                else:
-                    seen.add(id(value))
-                    hidden[place] = value
-    return hidden, frozenset(aliases)
-
-
-def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted, and those that touch or overlap made one."""
-    merged: list[tuple[int, int]] = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def _within(tensor: torch.Tensor, spans: list[tuple[int, int]]) -> bool:
-    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    at = bisect_right(spans, begin, key=lambda span: span[0]) - 1
-    return at >= 0 and end <= spans[at][1]
 
 
 def _is_helper(value: object, packages: Collection[str]) -> bool:

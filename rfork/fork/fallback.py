@@ -25,7 +25,7 @@ from rfork.fork.poison import Poison, can_be_poisoned
 from rfork.image import ranges
 from rfork.image.capture import capture
 from rfork.image.memory import Image
-from rfork.image.walk import plain_tensors
+from rfork.image.wrappers import plain_tensors
 from rfork.logs import logger
 from rfork.settings import StorageSettings
 from rfork.storage.base import Storage

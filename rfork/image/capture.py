@@ -8,8 +8,8 @@ written, so that an image can be the data section of one.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import translate
 
 import torch
 from torch import nn
@@ -20,49 +20,112 @@ from torch.nn.parameter import is_lazy
 from rfork.errors import UnsupportedTensor
 from rfork.image.layout import Layout
 from rfork.image.memory import Image
+from rfork.image.ranges import normalise
 from rfork.image.regions import Regions
 from rfork.image.specs import Kind, Specs
 from rfork.image.strides import contiguous_stride, span_of
-from rfork.image.walk import PLAIN_TENSORS, named_tensors
+from rfork.image.walk import PLAIN_TENSORS, state_of_module
 
 WIDEST_ALIGNMENT = 16
 NUMBERS = re.compile(r"([0-9]+)")
 
 
-def capture(module: nn.Module, *, exclude: Sequence[str] = (), only: Collection[str] | None = None) -> Image:
-    """The image of every tensor `module` serves with, less those whose name matches a pattern of `exclude`.
+def capture(module: nn.Module, *, exclude: Sequence[str] = (), like: Layout | None = None) -> Image:
+    """Return the image of everything `module` serves with, except what matches a pattern of `exclude`.
 
-    Runs on both sides: what target and source capture must have one layout.
-    Patterns are those of `fnmatch`, as ``*.kv_cache.*``. With `only`, none but the tensors of these names are
-    taken, and one that is not there is passed over: the layout tells. Which tensors are found, and under
-    what names, is said at `rfork.image.walk.named_tensors`. Copies nothing: the image's bytes are the
-    tensors' own. A tensor that is replaced later (``parameter.data = …``) is no longer in the image.
+    Runs on both sides: what target and source capture must have one layout. Patterns are those of `fnmatch`,
+    as ``*.kv_cache.*``, or complete names. With `like`, only the tensors of that layout's names are captured,
+    missing ones are skipped, and its attributes are kept. `rfork.image.walk.state_of_module` says what is
+    found and under which names. Copies nothing: the image's bytes are the tensors' own. A tensor that is
+    replaced later (``parameter.data = …``) is no longer in the image.
+
+    Plain values (numbers, text, flags, enums) on modules and their objects are no bytes: they become the
+    layout's attributes, so that a fork between modules that differ in one is refused; see
+    `rfork.image.attributes`.
 
     Tensors whose bytes overlap in memory are carried once, as one region, with all bytes between the
     first and the last of them; so is a tensor with gaps between its rows. A module without tensors
     gives an empty image.
 
-    Raises UnsupportedTensor, naming the tensor, for one that has no plain bytes in CPU or CUDA memory
-    (meta, fake, sparse, quantized, nested, lazy) or whose values are not its bytes (conjugate and
-    negative views).
+    Raises UnsupportedTensor, naming it, for a tensor that has no plain bytes in CPU or CUDA memory (meta,
+    fake, sparse, quantized, nested, lazy), or whose values are not its bytes (conjugate and negative views);
+    for state in no tensor (packed weights, extra state, tensors in sets); and for an excluded tensor that
+    lies between the rows of one that is not.
     """
     # Parameter classes of engines override __torch_function__; only plain tensor properties are asked for.
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        tensors = named_tensors(module)
-        if exclude:
-            tensors = {
-                name: tensor
-                for name, tensor in tensors.items()
-                if not any(fnmatchcase(name, pattern) for pattern in exclude)
-            }
-        if only is not None:
-            names = frozenset(only)
-            tensors = {name: tensor for name, tensor in tensors.items() if name in names}
-        return image_of(tensors)
+        excluded = _matcher(exclude)
+        state = state_of_module(module, excluded)
+        left_out: dict[str, torch.Tensor] = {}
+        if like is not None:
+            names = {spec.name for spec in like.tensors}
+            tensors = {name: each for name, each in state.tensors.items() if name in names}
+            refused = {name: why for name, why in state.refused.items() if name in names}
+            attributes = like.attributes
+        else:
+            refused = state.refused
+            tensors = state.tensors
+            if excluded is not None:
+                tensors = {name: each for name, each in tensors.items() if not excluded(name)}
+                left_out = {name: each for name, each in state.tensors.items() if name not in tensors}
+                refused = {name: why for name, why in refused.items() if not excluded(name)}
+            attributes = state.attributes.lines(excluded)
+        for name, why in refused.items():
+            raise UnsupportedTensor(name, why, hint=leave_out(name))
+        image = image_of(tensors, attributes)
+        if left_out:
+            refuse_interleaved(tensors, left_out)
+        return image
 
 
-def image_of(tensors: Mapping[str, torch.Tensor]) -> Image:
-    """The image of named tensors; as `capture`, for tensors that hang on no module."""
+def leave_out(name: str) -> str:
+    """Return the hint for state that cannot be carried."""
+    return f"to fork without it, pass exclude=[{name!r}] on both sides and set it up yourself"
+
+
+def _matcher(exclude: Sequence[str]) -> Callable[[str], object] | None:
+    """Return a function of names that is true for those that are left out; None where none are."""
+    if not exclude:
+        return None
+    return re.compile("|".join(f"{translate(each)}|{re.escape(each)}\\Z" for each in exclude)).match
+
+
+def refuse_interleaved(kept: Mapping[str, torch.Tensor], left_out: Mapping[str, torch.Tensor]) -> None:
+    """Raise UnsupportedTensor for an excluded tensor whose bytes a kept one would carry between its rows."""
+    gappy: list[tuple[int, int, str]] = []
+    dense: list[tuple[int, int]] = []
+    for name, tensor in kept.items():
+        begin = tensor.data_ptr()
+        if tensor.is_contiguous():
+            dense.append((begin, begin + tensor.nbytes))
+        else:
+            gappy.append((begin, begin + span_of(tensor.shape, tensor.stride(), tensor.itemsize), name))
+    if not gappy:
+        return
+    whole = normalise(dense)
+    for name, tensor in left_out.items():
+        if _why_not(tensor):
+            continue
+        begin = tensor.data_ptr()
+        end = begin + span_of(tensor.shape, tensor.stride(), tensor.itemsize)
+        for first, past, holder in gappy:
+            if not (begin < past and first < end) or _same_elements(tensor, kept[holder]):
+                continue
+            if any(one <= begin and end <= other for one, other in whole):
+                continue  # another tensor carries all of it
+            raise UnsupportedTensor(
+                name,
+                f"it is excluded, but lies between the elements of {holder!r}, which is not",
+                hint=f"exclude both or neither, or make {holder!r} contiguous",
+            )
+
+
+def _same_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+
+
+def image_of(tensors: Mapping[str, torch.Tensor], attributes: Sequence[str] = ()) -> Image:
+    """Return the image of named tensors; as `capture`, for tensors that hang on no module."""
     # In columns: with an object a tensor, most of the time here would go to the garbage collector.
     lengths = {name: _length(name, tensor) for name, tensor in tensors.items()}
     names = sorted(tensors, key=natural)
@@ -94,7 +157,7 @@ def image_of(tensors: Mapping[str, torch.Tensor]) -> Image:
         [kinds.of(ordered[index]) for index in by_offset],
         [offsets[index] for index in by_offset],
     )
-    return Image(Layout(specs, at), Regions(storages, addresses, sizes))
+    return Image(Layout(specs, at, attributes), Regions(storages, addresses, sizes))
 
 
 def natural(name: str) -> tuple[tuple[str | int, ...], str]:
@@ -184,7 +247,7 @@ def _word(dtype: torch.dtype) -> str:
 def _length(name: str, tensor: torch.Tensor) -> int:
     """The bytes from its first element through its last; 0 when it has none. Raises UnsupportedTensor."""
     if reason := _why_not(tensor):
-        raise UnsupportedTensor(name, reason)
+        raise UnsupportedTensor(name, reason, hint=leave_out(name))
     if tensor.is_contiguous():
         length: int = tensor.nbytes
     else:
@@ -193,6 +256,13 @@ def _length(name: str, tensor: torch.Tensor) -> int:
     needed = tensor.storage_offset() * tensor.itemsize + length
     if length and held < needed:
         raise UnsupportedTensor(name, f"its storage has {held} bytes, it needs {needed}")
+    if length and not tensor.data_ptr():
+        raise UnsupportedTensor(
+            name,
+            f"it is a {type(tensor).__name__} of {length} bytes at no address, as a wrapper without "
+            "__tensor_flatten__ is",
+            hint=leave_out(name),
+        )
     return length
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
+from rfork.image import attributes
 from rfork.image.chunks import Chunks
 from rfork.image.specs import Specs, TensorSpec
 
@@ -26,20 +28,27 @@ class Layout:
 
     tensors: Specs
     image_bytes: int
+    attributes: tuple[str, ...]
+    """Plain values that both sides have to have: see `rfork.image.attributes`."""
 
-    def __init__(self, tensors: Iterable[TensorSpec], image_bytes: int) -> None:
+    def __init__(
+        self, tensors: Iterable[TensorSpec], image_bytes: int, attributes: Iterable[str] = ()
+    ) -> None:
         """`Specs` are kept as they are: whoever made them adds no more."""
         object.__setattr__(self, "tensors", tensors if isinstance(tensors, Specs) else Specs(tensors))
         object.__setattr__(self, "image_bytes", image_bytes)
+        object.__setattr__(self, "attributes", tuple(attributes))
 
     @cached_property
     def layout_id(self) -> str:
-        """SHA-256 over the size and all specs, as 32 hex digits."""
+        """SHA-256 over the size, all specs and all attributes, as 32 hex digits."""
         state = hashlib.sha256(LAYOUT_DOMAIN)
         state.update(b"%d\n" % self.image_bytes)
         lines = self.tensors.json_lines(", ")
         while some := list(islice(lines, HASHED_AT_ONCE)):
             state.update("\n".join([*some, ""]).encode())
+        if self.attributes:
+            state.update(json.dumps(self.attributes).encode())
         return state.hexdigest()[:32]
 
     @cached_property
@@ -53,6 +62,8 @@ class Layout:
             yield _line(here, there)
         if self.image_bytes != other.image_bytes:
             yield f"image size: here {self.image_bytes} bytes, there {other.image_bytes} bytes"
+        if self.attributes != other.attributes:
+            yield from attributes.differing(self.attributes, other.attributes)
 
     def first_difference(self, other: Layout) -> str | None:
         """The difference that explains the mismatch best, or None when the layouts are equal.

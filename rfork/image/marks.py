@@ -13,6 +13,8 @@ import torch
 
 from rfork.image.layout import Layout
 
+ATTRIBUTE = "rfork"
+"""Of an engine's model: the dict of what its plug-in hangs on it."""
 PREFIX = "rfork.is."
 """Of the names of the tensors that say what an image is of: ``rfork.is.engine vllm 0.32.0``."""
 

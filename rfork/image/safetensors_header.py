@@ -4,7 +4,8 @@ With it in front, the bytes of an image are a file that every safetensors tool r
 `[a, b)` is file range `[header + a, header + b)`. Format: https://github.com/huggingface/safetensors.
 
 What safetensors cannot say (strides, aliases, small and packed types) is kept in ``__metadata__``:
-``rfork.layout`` is the whole layout as JSON, ``rfork.weights_id`` the weights_id, and each exact alias
+``rfork.layout`` is the layout's size and tensors as JSON, ``rfork.attributes`` its attributes,
+``rfork.weights_id`` the weights_id, and each exact alias
 has an entry ``alias: kept name``, as `safetensors.torch.save_model` writes it.
 """
 
@@ -33,7 +34,7 @@ LONGEST_HEADER = 100_000_000
 MOST_NAMED = 100_000
 """Tensors that a live image's header names one by one: 0.3 s of work and 25 MB, each time it is exported."""
 
-LAYOUT_KEY, WEIGHTS_KEY = "rfork.layout", "rfork.weights_id"
+LAYOUT_KEY, ATTRIBUTES_KEY, WEIGHTS_KEY = "rfork.layout", "rfork.attributes", "rfork.weights_id"
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
@@ -45,6 +46,7 @@ DTYPES = {
 
 _Spec = tuple[str, str, tuple[int, ...], tuple[int, ...], int]
 _layout_json: TypeAdapter[tuple[int, tuple[_Spec, ...]]] = TypeAdapter(tuple[int, tuple[_Spec, ...]])
+_attributes_json: TypeAdapter[tuple[str, ...]] = TypeAdapter(tuple[str, ...])
 _header_json: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 
 
@@ -60,6 +62,8 @@ def header(layout: Layout, weights_id: str | None = None) -> bytes:
         "format": "pt",
         LAYOUT_KEY: f"[{layout.image_bytes},[{','.join(layout.tensors.json_lines(','))}]]",
     }
+    if layout.attributes:
+        metadata[ATTRIBUTES_KEY] = json.dumps(layout.attributes, separators=(",", ":"))
     if weights_id is not None:
         metadata[WEIGHTS_KEY] = weights_id
     kinds = _Kinds()
@@ -116,14 +120,16 @@ def header_length(prefix: bytes) -> int:
 def layout_of(header: bytes) -> Layout:
     """The layout that `header` was made of. Raises CheckpointError when it holds none, StorageCorrupt when
     it is cut short."""
-    text = _metadata(header).get(LAYOUT_KEY)
+    metadata = _metadata(header)
+    text = metadata.get(LAYOUT_KEY)
     if not isinstance(text, str):
         raise CheckpointError("a safetensors file, but not a snapshot of an image: it has no rfork.layout")
     try:
         image_bytes, specs = _layout_json.validate_json(text, strict=False)
+        attributes = _attributes_json.validate_json(str(metadata.get(ATTRIBUTES_KEY, "[]")))
     except ValidationError as error:
         raise StorageCorrupt(f"the snapshot's layout cannot be read: {error.errors()[0]['msg']}") from None
-    return Layout((TensorSpec(*spec) for spec in specs), image_bytes)
+    return Layout((TensorSpec(*spec) for spec in specs), image_bytes, attributes)
 
 
 def weights_id_of(header: bytes) -> str | None:

@@ -1,63 +1,125 @@
-"""Finding the tensors of a module: every one it serves with, under every name it has."""
+"""Finds the state of a module: each tensor it serves with, under every name it has, and its plain values.
+
+Follows everything that is reachable from the module's attributes: containers, objects of any class, what
+hangs on tensors, closures. State that cannot be carried is found too, with the reason, so that nothing is
+left out without a word.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import cast
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable
+from copy import copy
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TraceableWrapperSubclass, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rfork.errors import UnsupportedTensor
+from rfork.image.attributes import Attributes, is_compared
+from rfork.image.key_names import key_name
+from rfork.image.marks import ATTRIBUTE as MARKED
+from rfork.image.object_types import (
+    PLAIN_VALUES,
+    SCALARS,
+    ObjectType,
+    function_state,
+    is_ignored,
+    is_plain,
+    is_scalar,
+    module_of,
+    object_type,
+    own_attributes,
+    registered_modules,
+    script_state,
+    tensor_of,
+    why_hidden,
+    why_out_of_sight,
+)
+from rfork.image.wrappers import inner_tensors
 
-OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""What nn.Module itself keeps on every module: registries and hooks."""
+OWN_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+"""What nn.Module itself keeps on every module: registries, hooks and compiled code."""
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+"""Registries of what computes with a module's inputs and outputs."""
 PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
-PLAIN_VALUES = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
-"""Types of most of what modules keep beside tensors."""
+_CONTAINERS = (list, tuple, deque, dict, set, frozenset, np.ndarray)
+MAX_DEPTH = 100
+"""Containers and objects inside one another."""
+MAX_OBJECTS = 1_000_000
+"""Containers and objects of one module: more are a data set, not a model."""
+MAX_SEQUENCE = 64
+"""Plain values in one list or tuple that are compared: more are data."""
+
+Excluded = Callable[[str], object]
+"""True for the names that the caller leaves out."""
+
+
+class State:
+    """Tensors by dotted name, the reason for each name that is refused, and the plain values."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.refused: dict[str, str] = {}
+        self.attributes = Attributes()
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every plain tensor reachable from `module` by dotted name.
+    """Return every plain tensor reachable from `module` by dotted name.
 
-    Parameters and buffers (persistent or not), tensors hung on modules, inside their nested lists,
-    tuples and dicts, or hung on other tensors; a tensor subclass that wraps others is given by its
-    inner tensors, as ``weight.inner``. A module registered at two paths gives both names. Modules
-    that are only referred to (from lists or back to a parent) are walked once, and not at all when
-    they are registered in the tree as well. Gradients are left out.
-
-    Raises UnsupportedTensor when two tensors have one name.
+    As `state_of_module`. Raises UnsupportedTensor for state that has no name or is in no tensor.
     """
-    walk = _Walk(module)
+    state = state_of_module(module)
+    for name, reason in state.refused.items():
+        raise UnsupportedTensor(name, reason)
+    return state.tensors
+
+
+def state_of_module(module: nn.Module, excluded: Excluded | None = None) -> State:
+    """Return everything that `module` computes with; what is `excluded` by name, too.
+
+    Tensors are parameters and buffers (persistent or not), and what is reachable from attributes: of
+    modules, of objects of any class (slots and class attributes too), of other tensors, in containers and in
+    closures. A tensor subclass that wraps others is replaced by its inner tensors, as ``weight.inner``; a
+    numpy array by a tensor of its memory. A module registered at two paths has both names. Modules that are
+    only referred to (from lists or back to a parent) and other objects are walked once, and not at all when
+    they are registered in the tree as well. An object at several paths has the name of the first one that is
+    not excluded. Gradients are left out.
+    """
+    walk = _Walk(module, excluded)
     walk.modules("", module)
-    return walk.found
-
-
-def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that hold a tensor's bytes: itself, or those that a subclass wraps (a DTensor's shard)."""
-    wraps: bool = is_traceable_wrapper_subclass(tensor)
-    if not wraps:
-        yield tensor
-        return
-    for _, inner in _inner(tensor):
-        yield from plain_tensors(inner)
+    walk.postponed()
+    return walk.state
 
 
 class _Walk:
-    """One traversal. Objects on the current path are not entered again, so cycles end.
+    """One traversal. Containers on the current path are not entered again, objects never: so cycles end.
 
     Tensors are kept as they are found, and plain ones take no further step: a model has tens of thousands.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self.found: dict[str, torch.Tensor] = {}
-        self._registered = _registered(root)
-        self._referred: set[int] = set()
+    def __init__(self, root: nn.Module, excluded: Excluded | None) -> None:
+        self.state = State()
+        self._excluded = excluded
+        self._postponed: list[tuple[str, object, bool]] = []
+        self._registered = registered_modules(root)
+        self._seen: dict[int, object] = {}
+        """Objects and referred modules that were entered; kept, as an id is only unique while they live."""
         self._path: set[int] = set()
+        self._classes: dict[type, ObjectType] = {}
+        self._ordinary: set[type] = set()
+        """Classes of objects that are no tensors, modules, containers, code or plain values."""
+        self._visited = 0
+        self._depth = 0
+        self._compare = MARKED not in vars(root)
+        """An engine's model carries its numbers, and servers differ in limits: only flags are compared."""
 
     def modules(self, name: str, module: nn.Module) -> None:
-        """The tensors of a registered module and of those registered below it."""
+        """Collect the state of a registered module and of those registered below it."""
         if id(module) in self._path:
             return
         self._path.add(id(module))
@@ -66,37 +128,199 @@ class _Walk:
             for key, tensor in registry.items():
                 if tensor is not None:
                     self._tensor(prefix + key, tensor)
-        attributes = vars(module)
-        if own := attributes.keys() - OWN_ATTRIBUTES:
-            for key, value in attributes.items():
-                if key in own and type(value) not in PLAIN_VALUES:
-                    self._value(prefix + key, value)
+        kind = self._classes.get(type(module))
+        if kind is None:
+            kind = self._classes[type(module)] = object_type(type(module), nn.Module)
+        if isinstance(module, torch.jit.ScriptModule):
+            self._script(name, module)
+        else:
+            attributes = vars(module)
+            if own := attributes.keys() - OWN_ATTRIBUTES:
+                for key in sorted(own):
+                    value = attributes[key]
+                    if type(value) in SCALARS:
+                        if (self._compare or type(value) is bool) and kind.compares(key):
+                            self.state.attributes.add(name, key, value)
+                    elif value is not None:
+                        self._attribute(name, key, value, compare=self._compare and kind.compares(key))
+            if kind.slots or kind.shared:
+                self._class_attributes(name, module, kind, attributes, compare=self._compare)
+            for key in HOOKS:
+                if hooks := attributes.get(key):
+                    for index, hook in enumerate(hooks.values()):
+                        self._value(f"{prefix}{key}.{index}", hook, compare=False)
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            self.state.refused[f"{prefix}_extra_state"] = (
+                f"{type(module).__name__}.get_extra_state keeps state that is in no tensor"
+            )
         for key, child in module._modules.items():
             if child is not None:
                 self.modules(prefix + key, child)
         self._path.discard(id(module))
 
-    def _value(self, name: str, value: object) -> None:
-        """The tensors in what somebody hung on a module or a tensor: anything at all."""
-        if isinstance(value, torch.Tensor):
-            self._tensor(name, value)
-        elif isinstance(value, nn.Module):
-            if id(value) not in self._registered and id(value) not in self._referred:
-                self._referred.add(id(value))
-                self.modules(name, value)
-        elif isinstance(value, list | tuple):
-            self._items(name, value, ((str(index), item) for index, item in enumerate(value)))
-        elif isinstance(value, Mapping):
-            self._items(name, value, _named_items(value))
+    def postponed(self) -> None:
+        """Collect what is only reachable under excluded names."""
+        self._excluded = None
+        for name, value, compare in self._postponed:
+            self._value(name, value, compare=compare)
 
-    def _items(self, name: str, container: object, items: Iterable[tuple[str, object]]) -> None:
-        if id(container) in self._path:
+    def _script(self, name: str, module: torch.jit.ScriptModule) -> None:
+        """Look for what is neither parameter nor buffer; a script's other state is in its code."""
+        if id(module) in self._seen or not hasattr(module, "_c"):
             return
-        self._path.add(id(container))
-        for key, item in items:
-            if type(item) not in PLAIN_VALUES:
-                self._value(_join(name, key), item)
-        self._path.discard(id(container))
+        self._seen.update((id(each), each) for each in module.modules())
+        if reason := script_state(module):
+            self.state.refused[name or "(all)"] = reason
+
+    def _attribute(self, holder: str, key: str, value: object, *, compare: bool) -> None:
+        """One attribute of a module, an object or a tensor."""
+        if type(value) in SCALARS or (type(value) not in self._ordinary and is_scalar(value)):
+            if compare:
+                self.state.attributes.add(holder, key, value)
+        elif type(value) not in PLAIN_VALUES:
+            self._value(_join(holder, key), value, compare=compare and is_compared(key))
+
+    def _class_attributes(
+        self, holder: str, value: object, kind: ObjectType, own: dict[str, object], *, compare: bool
+    ) -> None:
+        for key, slot in kind.slots:
+            try:
+                held = slot.__get__(value)
+            except AttributeError:  # not set
+                continue
+            self._attribute(holder, key, held, compare=compare)
+        for key, held in kind.shared:
+            if key not in own:
+                self._value(_join(holder, key), held, compare=False)
+
+    def _value(self, name: str, value: object, *, compare: bool) -> None:
+        """The state in what hangs on a module or a tensor: anything at all."""
+        ordinary = type(value) in self._ordinary
+        if not ordinary and isinstance(value, torch.Tensor):
+            self._tensor(name, value)
+        elif self._excluded is not None and self._excluded(name):
+            self._postponed.append((name, value, compare))
+        elif not ordinary and isinstance(value, nn.Module):
+            if id(value) not in self._registered and id(value) not in self._seen:
+                self._seen[id(value)] = value
+                self.modules(name, value)
+        elif (ordinary or not isinstance(value, type | ModuleType)) and self._enter(name, value):
+            self._depth += 1
+            self._contents(name, value, compare)
+            self._depth -= 1
+            self._path.discard(id(value))
+
+    def _enter(self, name: str, value: object) -> bool:
+        """Whether an object is to be walked now; the bounds of the walk."""
+        if id(value) in self._path:
+            return False
+        self._visited += 1
+        if self._depth >= MAX_DEPTH:
+            self.state.refused[name] = f"it is more than {MAX_DEPTH} objects deep"
+        elif self._visited > MAX_OBJECTS:
+            self.state.refused[name] = f"the module refers to more than {MAX_OBJECTS} objects"
+        else:
+            self._path.add(id(value))
+            return True
+        return False
+
+    def _contents(self, name: str, value: object, compare: bool) -> None:
+        if type(value) in self._ordinary:
+            pass
+        elif isinstance(value, list | tuple | deque):
+            self._sequence(name, value, compare)
+        elif isinstance(value, dict):
+            self._entries(name, value, compare)
+        elif isinstance(value, set | frozenset):
+            if not all(map(is_plain, value)):
+                self._without_names(name, value)
+            elif compare and 0 < len(value) <= MAX_SEQUENCE:
+                self._scalars(name, sorted(map(repr, filter(is_scalar, value))))
+        elif isinstance(value, np.ndarray):
+            self._array(name, value)
+        elif isinstance(value, torch.UntypedStorage):
+            self._keep(name, torch.empty(0, dtype=torch.uint8, device=value.device).set_(value))
+            return
+        elif isinstance(value, functools.partial):
+            parts = {"func": value.func, "args": value.args, "keywords": value.keywords}
+            self._entries(name, parts, compare)
+        elif isinstance(value, FunctionType):
+            if is_ignored(module_of(value)):
+                return
+            self._entries(name, dict(function_state(value)), compare)
+        elif isinstance(value, MethodType):
+            self._value(f"{name}.__self__", value.__self__, compare=compare)
+            return
+        elif not isinstance(value, torch.jit.ScriptFunction):
+            self._ordinary.add(type(value))
+        self._object(name, value, compare)
+
+    def _sequence(
+        self, name: str, items: list[object] | tuple[object, ...] | deque[object], compare: bool
+    ) -> None:
+        if PLAIN_VALUES.issuperset(map(type, items)):
+            if compare and 0 < len(items) <= MAX_SEQUENCE and torch.device not in map(type, items):
+                self._scalars(name, items)
+            return
+        for index, item in enumerate(items):
+            self._attribute(name, str(index), item, compare=compare)
+
+    def _scalars(self, name: str, values: Iterable[object]) -> None:
+        """Several plain values that are one attribute."""
+        holder, _, key = name.rpartition(".")
+        self.state.attributes.add(holder, key, (*values,))
+
+    def _entries(self, name: str, entries: dict[Any, object], compare: bool) -> None:
+        compare = compare and len(entries) <= MAX_SEQUENCE
+        for key, value in dict.items(entries):
+            if type(value) in PLAIN_VALUES and not compare:
+                continue
+            part = key_name(key)
+            if part is not None:
+                self._attribute(name, part, value, compare=compare)
+            elif not is_plain(value) or not is_plain(key):
+                self._without_names(name, (key, value))
+
+    def _without_names(self, name: str, items: Iterable[object]) -> None:
+        """Refuse tensors that have no stable name; what they are found in is walked as anything else."""
+        probe = copy(self)
+        probe.state, probe._seen = State(), dict(self._seen)
+        probe._sequence(name, list(items), compare=False)
+        if probe.state.tensors or probe.state.refused:
+            self.state.refused[name] = "it holds tensors in a set or under dict keys without a stable name"
+
+    def _array(self, name: str, array: np.ndarray) -> None:
+        if array.dtype.hasobject:
+            self._sequence(name, list(array.flat), compare=False)
+            return
+        try:
+            self._keep(name, tensor_of(array))
+        except (TypeError, ValueError) as error:
+            self.state.refused[name] = f"it is a numpy array that is no tensor: {error}"
+
+    def _object(self, name: str, value: object, compare: bool) -> None:
+        """An object of any class: its attributes, slots and class attributes; once, under its first name."""
+        cls = type(value)
+        if id(value) in self._seen or cls in _CONTAINERS:
+            return
+        self._seen[id(value)] = value
+        kind = self._classes.get(cls)
+        if kind is None:
+            kind = self._classes[cls] = object_type(cls)
+        attributes = own_attributes(value)
+        if isinstance(value, torch.jit.ScriptFunction) and (reason := script_state(value)):
+            self.state.refused[name] = reason
+        if not kind.followed:
+            return
+        if not (attributes or kind.slots or isinstance(value, _CONTAINERS)):
+            reason = why_hidden(value) or (why_out_of_sight(value) if self._compare else None)
+            if reason is not None:
+                self.state.refused[name] = reason
+        compare = compare and kind.compared
+        for key in sorted(attributes):
+            self._attribute(name, key, attributes[key], compare=compare)
+        if kind.slots or kind.shared:
+            self._class_attributes(name, value, kind, attributes, compare=compare)
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
         hung = vars(tensor)
@@ -108,49 +332,18 @@ class _Walk:
         self._path.add(id(tensor))
         wraps: bool = is_traceable_wrapper_subclass(tensor)
         if wraps:
-            for key, value in _inner(tensor):
+            for key, value in inner_tensors(tensor):
                 self._tensor(_join(name, key), value)
         else:
             self._keep(name, tensor)
         for key, value in hung.items():
-            self._value(_join(name, key), value)
+            self._attribute(name, key, value, compare=self._compare)
         self._path.discard(id(tensor))
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
-        if self.found.setdefault(name, tensor) is not tensor:
-            raise UnsupportedTensor(name, "another tensor has the same name")
-
-
-def _inner(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a wrapper wraps, by the names it has there: the wrapper has no bytes of its own."""
-    names, _ = cast(TraceableWrapperSubclass, tensor).__tensor_flatten__()
-    for name in names:
-        value = getattr(tensor, name)
-        if isinstance(value, torch.Tensor):  # a DTensor names its device mesh as well
-            yield name, value
-
-
-def _registered(root: nn.Module) -> set[int]:
-    """Each module registered in the tree, as `nn.Module.modules` finds them, for a fraction of its time."""
-    found, left = {id(root)}, [root]
-    while left:
-        for child in left.pop()._modules.values():
-            if child is not None and id(child) not in found:
-                found.add(id(child))
-                left.append(child)
-    return found
-
-
-def _named_items(mapping: Mapping[object, object]) -> Iterator[tuple[str, object]]:
-    """Items by a name that is the same in every process; keys without one are named by their place."""
-    taken: set[str] = set()
-    for position, (key, value) in enumerate(mapping.items()):
-        name = str(key) if isinstance(key, str | int | torch.dtype | torch.device) else f"[{position}]"
-        if name in taken:
-            name = f"{name}[{position}]"
-        taken.add(name)
-        yield name, value
+        if self.state.tensors.setdefault(name, tensor) is not tensor:
+            self.state.refused[name] = "another tensor has the same name"
 
 
 def _join(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key
+    return prefix + key if key.startswith("[") else f"{prefix}.{key}" if prefix else key

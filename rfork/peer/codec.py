@@ -77,6 +77,9 @@ def manifest_parts(
     if include_tensors:
         for begin in range(0, len(layout.tensors), TENSORS_A_PART):
             yield _tensors_part(layout.tensors[begin : begin + TENSORS_A_PART])
+        for begin in range(0, len(layout.attributes), TENSORS_A_PART):
+            attributes = layout.attributes[begin : begin + TENSORS_A_PART]
+            yield peer_pb2.GetManifestResponse(attributes=attributes)
     yield peer_pb2.GetManifestResponse(digests=b"".join(manifest.digests))
 
 
@@ -102,6 +105,7 @@ def manifest_from(parts: Iterable[peer_pb2.GetManifestResponse], own: Layout | N
     """
     summary: peer_pb2.GetManifestResponse.Summary | None = None
     tensors = Specs()
+    attributes: list[str] = []
     digests = bytearray()
     for part in parts:
         if part.HasField("summary"):
@@ -110,10 +114,11 @@ def manifest_from(parts: Iterable[peer_pb2.GetManifestResponse], own: Layout | N
             TensorSpec(spec.name, spec.dtype, tuple(spec.shape), tuple(spec.stride), spec.offset)
             for spec in part.tensors
         )
+        attributes += part.attributes
         digests += part.digests
     if summary is None:
         raise SourceCorrupt("the manifest came without its summary")
-    layout = Layout(tensors, summary.image_bytes) if tensors or own is None else own
+    layout = Layout(tensors, summary.image_bytes, attributes) if tensors or own is None else own
     if layout.layout_id != summary.layout_id:
         if layout is own:
             raise LayoutMismatch(f"the source's layout is {summary.layout_id}, here it is {own.layout_id}")

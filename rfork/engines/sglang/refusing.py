@@ -43,6 +43,8 @@ SCRATCH: Final = (
     "*._counts_buf",
     "*.oe_n_gram_ids",
     "*.exclusive_req_len_sums",
+    "*workspace_buffer",
+    "*.dispatcher.*",  # buffers of what sends tokens between ranks
 )
 """Tensors that each forward pass of SGLang 0.5.23 writes, or that hold addresses: none of them weights.
 

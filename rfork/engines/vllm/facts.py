@@ -22,6 +22,8 @@ NO_WEIGHTS: Final = (
     *("*deepstack_input_embeds.*", "*per_layer_embeddings", "*.per_layer_inputs", "*_ds_buffers.*"),
     *("*.positions", "*.hidden_states"),
     *("*topk_indices_buffer", "*candidate_block_buffer", "*mtp_hidden_buffer"),
+    # Scratch of kernels, and the buffers of what sends tokens between ranks.
+    *("*.workspace", "*workspace_buffer", "*.prepare_finalize.*", "*.dispatcher.*", "*.all2all_manager.*"),
 )
 """Patterns of names (of `fnmatch`) of tensors that hang on vLLM's models and are not given."""
 

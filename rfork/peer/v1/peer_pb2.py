@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rfork/peer/v1/peer.proto\x12\x08rfork.v1\"-\n\x12GetManifestRequest\x12\x17\n\x0finclude_tensors\x18\x01 \x01(\x08\"\xf2\x02\n\x13GetManifestResponse\x12\x36\n\x07summary\x18\x01 \x01(\x0b\x32%.rfork.v1.GetManifestResponse.Summary\x12\x35\n\x07tensors\x18\x02 \x03(\x0b\x32$.rfork.v1.GetManifestResponse.Tensor\x12\x0f\n\x07\x64igests\x18\x03 \x01(\x0c\x1a\x84\x01\n\x07Summary\x12\x11\n\tlayout_id\x18\x01 \x01(\t\x12\x12\n\nweights_id\x18\x02 \x01(\t\x12\x13\n\x0bimage_bytes\x18\x03 \x01(\x04\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x14\n\x0ctensor_count\x18\x05 \x01(\x04\x12\x13\n\x0b\x63hunk_count\x18\x06 \x01(\x04\x1aT\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06stride\x18\x04 \x03(\x03\x12\x0e\n\x06offset\x18\x05 \x01(\x04\";\n\x12OpenChannelRequest\x12\x11\n\tlayout_id\x18\x01 \x01(\t\x12\x12\n\ntransports\x18\x02 \x03(\t\"\x8e\x02\n\x13OpenChannelResponse\x12\x12\n\nchannel_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x41\n\nparameters\x18\x03 \x03(\x0b\x32-.rfork.v1.OpenChannelResponse.ParametersEntry\x12\x15\n\rsegment_begin\x18\x04 \x03(\x04\x12\x17\n\x0fsegment_address\x18\x05 \x03(\x04\x12\x16\n\x0esegment_length\x18\x06 \x03(\x04\x12\x12\n\ngeneration\x18\x07 \x01(\x04\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"A\n\x14WatchProgressRequest\x12\x12\n\nchannel_id\x18\x01 \x01(\t\x12\x15\n\rkeep_alive_ms\x18\x02 \x01(\r\"\xb4\x02\n\x15WatchProgressResponse\x12\x35\n\x06\x63hunks\x18\x01 \x03(\x0b\x32%.rfork.v1.WatchProgressResponse.Range\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x0f\n\x07\x64igests\x18\x04 \x01(\x0c\x12\r\n\x05\x64raft\x18\x05 \x01(\t\x12\x12\n\nweights_id\x18\x06 \x01(\t\x12\x1c\n\x0fstorage_idle_ms\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x17\n\x0fstorage_relayed\x18\x08 \x01(\x08\x12\x11\n\x04rate\x18\t \x01(\x04H\x01\x88\x01\x01\x1a#\n\x05Range\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04\x42\x12\n\x10_storage_idle_msB\x07\n\x05_rate\"6\n\x0f\x43onverseRequest\x12\x12\n\nchannel_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"#\n\x10\x43onverseResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\")\n\x13\x43loseChannelRequest\x12\x12\n\nchannel_id\x18\x01 \x01(\t\"\x16\n\x14\x43loseChannelResponse2\x8a\x03\n\x04Peer\x12L\n\x0bGetManifest\x12\x1c.rfork.v1.GetManifestRequest\x1a\x1d.rfork.v1.GetManifestResponse0\x01\x12J\n\x0bOpenChannel\x12\x1c.rfork.v1.OpenChannelRequest\x1a\x1d.rfork.v1.OpenChannelResponse\x12R\n\rWatchProgress\x12\x1e.rfork.v1.WatchProgressRequest\x1a\x1f.rfork.v1.WatchProgressResponse0\x01\x12\x45\n\x08\x43onverse\x12\x19.rfork.v1.ConverseRequest\x1a\x1a.rfork.v1.ConverseResponse(\x01\x30\x01\x12M\n\x0c\x43loseChannel\x12\x1d.rfork.v1.CloseChannelRequest\x1a\x1e.rfork.v1.CloseChannelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rfork/peer/v1/peer.proto\x12\x08rfork.v1\"-\n\x12GetManifestRequest\x12\x17\n\x0finclude_tensors\x18\x01 \x01(\x08\"\x86\x03\n\x13GetManifestResponse\x12\x36\n\x07summary\x18\x01 \x01(\x0b\x32%.rfork.v1.GetManifestResponse.Summary\x12\x35\n\x07tensors\x18\x02 \x03(\x0b\x32$.rfork.v1.GetManifestResponse.Tensor\x12\x0f\n\x07\x64igests\x18\x03 \x01(\x0c\x12\x12\n\nattributes\x18\x04 \x03(\t\x1a\x84\x01\n\x07Summary\x12\x11\n\tlayout_id\x18\x01 \x01(\t\x12\x12\n\nweights_id\x18\x02 \x01(\t\x12\x13\n\x0bimage_bytes\x18\x03 \x01(\x04\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x14\n\x0ctensor_count\x18\x05 \x01(\x04\x12\x13\n\x0b\x63hunk_count\x18\x06 \x01(\x04\x1aT\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06stride\x18\x04 \x03(\x03\x12\x0e\n\x06offset\x18\x05 \x01(\x04\";\n\x12OpenChannelRequest\x12\x11\n\tlayout_id\x18\x01 \x01(\t\x12\x12\n\ntransports\x18\x02 \x03(\t\"\x8e\x02\n\x13OpenChannelResponse\x12\x12\n\nchannel_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x41\n\nparameters\x18\x03 \x03(\x0b\x32-.rfork.v1.OpenChannelResponse.ParametersEntry\x12\x15\n\rsegment_begin\x18\x04 \x03(\x04\x12\x17\n\x0fsegment_address\x18\x05 \x03(\x04\x12\x16\n\x0esegment_length\x18\x06 \x03(\x04\x12\x12\n\ngeneration\x18\x07 \x01(\x04\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"A\n\x14WatchProgressRequest\x12\x12\n\nchannel_id\x18\x01 \x01(\t\x12\x15\n\rkeep_alive_ms\x18\x02 \x01(\r\"\xb4\x02\n\x15WatchProgressResponse\x12\x35\n\x06\x63hunks\x18\x01 \x03(\x0b\x32%.rfork.v1.WatchProgressResponse.Range\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x0f\n\x07\x64igests\x18\x04 \x01(\x0c\x12\r\n\x05\x64raft\x18\x05 \x01(\t\x12\x12\n\nweights_id\x18\x06 \x01(\t\x12\x1c\n\x0fstorage_idle_ms\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x17\n\x0fstorage_relayed\x18\x08 \x01(\x08\x12\x11\n\x04rate\x18\t \x01(\x04H\x01\x88\x01\x01\x1a#\n\x05Range\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04\x42\x12\n\x10_storage_idle_msB\x07\n\x05_rate\"6\n\x0f\x43onverseRequest\x12\x12\n\nchannel_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"#\n\x10\x43onverseResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\")\n\x13\x43loseChannelRequest\x12\x12\n\nchannel_id\x18\x01 \x01(\t\"\x16\n\x14\x43loseChannelResponse2\x8a\x03\n\x04Peer\x12L\n\x0bGetManifest\x12\x1c.rfork.v1.GetManifestRequest\x1a\x1d.rfork.v1.GetManifestResponse0\x01\x12J\n\x0bOpenChannel\x12\x1c.rfork.v1.OpenChannelRequest\x1a\x1d.rfork.v1.OpenChannelResponse\x12R\n\rWatchProgress\x12\x1e.rfork.v1.WatchProgressRequest\x1a\x1f.rfork.v1.WatchProgressResponse0\x01\x12\x45\n\x08\x43onverse\x12\x19.rfork.v1.ConverseRequest\x1a\x1a.rfork.v1.ConverseResponse(\x01\x30\x01\x12M\n\x0c\x43loseChannel\x12\x1d.rfork.v1.CloseChannelRequest\x1a\x1e.rfork.v1.CloseChannelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,31 +36,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMANIFESTREQUEST']._serialized_start=38
   _globals['_GETMANIFESTREQUEST']._serialized_end=83
   _globals['_GETMANIFESTRESPONSE']._serialized_start=86
-  _globals['_GETMANIFESTRESPONSE']._serialized_end=456
-  _globals['_GETMANIFESTRESPONSE_SUMMARY']._serialized_start=238
-  _globals['_GETMANIFESTRESPONSE_SUMMARY']._serialized_end=370
-  _globals['_GETMANIFESTRESPONSE_TENSOR']._serialized_start=372
-  _globals['_GETMANIFESTRESPONSE_TENSOR']._serialized_end=456
-  _globals['_OPENCHANNELREQUEST']._serialized_start=458
-  _globals['_OPENCHANNELREQUEST']._serialized_end=517
-  _globals['_OPENCHANNELRESPONSE']._serialized_start=520
-  _globals['_OPENCHANNELRESPONSE']._serialized_end=790
-  _globals['_OPENCHANNELRESPONSE_PARAMETERSENTRY']._serialized_start=741
-  _globals['_OPENCHANNELRESPONSE_PARAMETERSENTRY']._serialized_end=790
-  _globals['_WATCHPROGRESSREQUEST']._serialized_start=792
-  _globals['_WATCHPROGRESSREQUEST']._serialized_end=857
-  _globals['_WATCHPROGRESSRESPONSE']._serialized_start=860
-  _globals['_WATCHPROGRESSRESPONSE']._serialized_end=1168
-  _globals['_WATCHPROGRESSRESPONSE_RANGE']._serialized_start=1104
-  _globals['_WATCHPROGRESSRESPONSE_RANGE']._serialized_end=1139
-  _globals['_CONVERSEREQUEST']._serialized_start=1170
-  _globals['_CONVERSEREQUEST']._serialized_end=1224
-  _globals['_CONVERSERESPONSE']._serialized_start=1226
-  _globals['_CONVERSERESPONSE']._serialized_end=1261
-  _globals['_CLOSECHANNELREQUEST']._serialized_start=1263
-  _globals['_CLOSECHANNELREQUEST']._serialized_end=1304
-  _globals['_CLOSECHANNELRESPONSE']._serialized_start=1306
-  _globals['_CLOSECHANNELRESPONSE']._serialized_end=1328
-  _globals['_PEER']._serialized_start=1331
-  _globals['_PEER']._serialized_end=1725
+  _globals['_GETMANIFESTRESPONSE']._serialized_end=476
+  _globals['_GETMANIFESTRESPONSE_SUMMARY']._serialized_start=258
+  _globals['_GETMANIFESTRESPONSE_SUMMARY']._serialized_end=390
+  _globals['_GETMANIFESTRESPONSE_TENSOR']._serialized_start=392
+  _globals['_GETMANIFESTRESPONSE_TENSOR']._serialized_end=476
+  _globals['_OPENCHANNELREQUEST']._serialized_start=478
+  _globals['_OPENCHANNELREQUEST']._serialized_end=537
+  _globals['_OPENCHANNELRESPONSE']._serialized_start=540
+  _globals['_OPENCHANNELRESPONSE']._serialized_end=810
+  _globals['_OPENCHANNELRESPONSE_PARAMETERSENTRY']._serialized_start=761
+  _globals['_OPENCHANNELRESPONSE_PARAMETERSENTRY']._serialized_end=810
+  _globals['_WATCHPROGRESSREQUEST']._serialized_start=812
+  _globals['_WATCHPROGRESSREQUEST']._serialized_end=877
+  _globals['_WATCHPROGRESSRESPONSE']._serialized_start=880
+  _globals['_WATCHPROGRESSRESPONSE']._serialized_end=1188
+  _globals['_WATCHPROGRESSRESPONSE_RANGE']._serialized_start=1124
+  _globals['_WATCHPROGRESSRESPONSE_RANGE']._serialized_end=1159
+  _globals['_CONVERSEREQUEST']._serialized_start=1190
+  _globals['_CONVERSEREQUEST']._serialized_end=1244
+  _globals['_CONVERSERESPONSE']._serialized_start=1246
+  _globals['_CONVERSERESPONSE']._serialized_end=1281
+  _globals['_CLOSECHANNELREQUEST']._serialized_start=1283
+  _globals['_CLOSECHANNELREQUEST']._serialized_end=1324
+  _globals['_CLOSECHANNELRESPONSE']._serialized_start=1326
+  _globals['_CLOSECHANNELRESPONSE']._serialized_end=1348
+  _globals['_PEER']._serialized_start=1351
+  _globals['_PEER']._serialized_end=1745
 # @@protoc_insertion_point(module_scope)

@@ -123,6 +123,7 @@ class GetManifestResponse(_message.Message):
     SUMMARY_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    ATTRIBUTES_FIELD_NUMBER: _builtins.int
     digests: _builtins.bytes
     """Concatenated 16-byte chunk digests, in chunk order."""
     @_builtins.property
@@ -133,16 +134,21 @@ class GetManifestResponse(_message.Message):
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___GetManifestResponse.Tensor]:
         """In the order of the image; in as many parts as they need."""
 
+    @_builtins.property
+    def attributes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """With the tensors: plain values of the model's attributes that must be equal on both sides, one line each."""
+
     def __init__(
         self,
         *,
         summary: Global___GetManifestResponse.Summary | None = ...,
         tensors: _abc.Iterable[Global___GetManifestResponse.Tensor] | None = ...,
         digests: _builtins.bytes = ...,
+        attributes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "summary", b"summary", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attributes", b"attributes", "digests", b"digests", "summary", b"summary", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,6 +36,15 @@ def test_a_source_that_cannot_be_asked_is_still_named(fleet: Fleet) -> None:
     assert ("another layout" in said, "not compared: memory:1: connection refused" in said) == (True, True)
 
 
+def test_an_attribute_that_differs_is_named(fleet: Fleet) -> None:
+    """Its name, its holder and both values; all tensors are equal."""
+    own, other = (capture(nn.LayerNorm(4, eps=eps)) for eps in (1e-5, 1e-6))
+    said = str(explain_mismatch(route(fleet.source("a", other)), own.layout, fleet.peers.dial, NEVER_S))
+    assert said.endswith(
+        "first difference: attribute eps: here 1e-05 at the module, there 1e-06 at the module"
+    )
+
+
 def test_facts_are_told_before_tensors(fleet: Fleet) -> None:
     """What two images say of themselves explains more than the first tensor that differs."""
     sides = []

@@ -21,6 +21,7 @@ OTHERS = {
     "size": Layout((A, B), 21),
     "fewer": Layout((A,), 20),
     "order": Layout((B, A), 20),
+    "attribute": Layout((A, B), 20, ["eps=1e-05 at norm"]),
 }
 
 
@@ -47,6 +48,7 @@ def test_every_difference_changes_the_layout_id(kind: str) -> None:
         ("size", "image size: here 20 bytes, there 21 bytes"),
         ("fewer", "b: here int8[4] stride [1] at byte 16, there no such tensor"),
         ("order", None),
+        ("attribute", "attribute eps: here nothing, there 1e-05 at norm"),
     ],
 )
 def test_the_first_difference_is_one_clear_line(kind: str, expected: str | None) -> None:

@@ -100,6 +100,12 @@ def test_weights_id_is_kept() -> None:
     assert ("ab" * 16, None) == (weights_id_of(header(layout, "ab" * 16)), weights_id_of(header(layout)))
 
 
+def test_attributes_are_kept() -> None:
+    """A snapshot says which plain values its module had."""
+    layout = image_of({"a": torch.zeros(1)}, ("eps=1e-05 at norm",)).layout
+    assert layout == layout_of(header(layout))
+
+
 def wrapped(text: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text
 

@@ -60,6 +60,14 @@ def test_a_manifest_comes_back_whole(tensors: int) -> None:
     assert max(part.ByteSize() for part in sent) < MIB
 
 
+@pytest.mark.parametrize("count", [1, 2000, 2001])
+def test_attributes_come_with_the_tensors(count: int) -> None:
+    """However many lines there are."""
+    lines = tuple(f"attribute{index}=1 at layer" for index in range(count))
+    held = manifest(Layout(layout(3).tensors, layout(3).image_bytes, lines))
+    assert held == codec.manifest_from(parts(held), None)
+
+
 def test_a_manifest_without_tensors_takes_the_readers_own() -> None:
     """A reader of the same layout is sent the summary and the digests alone."""
     sent = parts(include_tensors=False)

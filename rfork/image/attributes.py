@@ -1,0 +1,130 @@
+"""Fingerprint of the plain values on a module: numbers, text, flags and enums that it computes with.
+
+They are not carried: source and target must have the same. So they are part of the layout, as lines that
+name an attribute, its value and its holders, and two layouts can name the attribute in which they differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
+from functools import cache
+from hashlib import sha256
+
+import numpy as np
+
+PROCESS_WORDS = frozenset(
+    {
+        *("rank", "ranks", "device", "devices", "host", "hostname", "port", "address", "addr", "pid", "uuid"),
+        *("path", "paths", "dir", "dirs", "directory", "folder", "file", "files", "filename", "url", "uri"),
+        *("ptr", "handle", "seed", "rng", "time", "timestamp", "cache", "cached", "caches", "counter"),
+        *("counters", "calls", "seen", "warned", "warning", "warnings", "verbose", "debug", "logger"),
+    }
+)
+"""Words in names of attributes that say where or when a process runs, or what it has done so far."""
+PROCESS_NAMES = frozenset(
+    {
+        *("step", "steps", "_step", "_steps", "global_step", "epoch", "iteration", "_version"),
+        # Of torch's buffers, accelerate and transformers: how they were made, and how they train.
+        *("_is_buffer", "persistent", "_hf_hook", "_old_forward", "_is_hf_initialized", "hf_quantizer"),
+        *("gradient_checkpointing", "is_quantized"),
+    }
+)
+"""Names of attributes with the same meaning, and notes of libraries on objects that they load."""
+_BASES: tuple[type, ...] = (bool, int, float, complex, str, bytes)
+MAX_TEXT = 80
+"""Characters of a value that are kept; of longer ones the digest tells them apart."""
+MAX_VALUES = 256
+"""Values of one attribute that are listed."""
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+
+
+class Attributes:
+    """Plain values by attribute, each with those that hold it."""
+
+    def __init__(self) -> None:
+        self._holders: dict[str, list[str]] = {}
+        """By ``attribute=value``: a model has few of them, and tens of thousands of holders."""
+
+    def add(self, holder: str, key: str, value: object) -> None:
+        """Add one attribute of a module, or of what hangs on it, unless it is one of the process."""
+        if is_compared(key) and not _is_location(value):
+            self._holders.setdefault(f"{key}={_text(value)}", []).append(holder)
+
+    def lines(self, excluded: Callable[[str], object] | None = None) -> tuple[str, ...]:
+        """Return one line for each value of each attribute, without holders whose attribute is `excluded`."""
+        found = []
+        values = Counter(line.partition("=")[0] for line in self._holders)
+        many: dict[str, list[str]] = {}
+        for line, holders in self._holders.items():
+            key = line.partition("=")[0]
+            kept = (
+                holders if excluded is None else [each for each in holders if not excluded(_name(each, key))]
+            )
+            if not kept:
+                continue
+            if values[key] > MAX_VALUES:
+                many.setdefault(key, []).extend(f"{each} {line}" for each in kept)
+            else:
+                found.append(f"{line} at {_told(kept)}")
+        found.extend(f"{key}={values[key]} values at {_told(held)}" for key, held in many.items())
+        return tuple(sorted(found))
+
+
+@cache
+def is_compared(key: str) -> bool:
+    """Return whether an attribute of this name belongs to the model, not to one process that runs it."""
+    if key in PROCESS_NAMES:
+        return False
+    return PROCESS_WORDS.isdisjoint(word.lower() for word in _WORDS.findall(key))
+
+
+def differing(own: Sequence[str], other: Sequence[str]) -> Iterator[str]:
+    """Yield one line for each attribute in which two modules differ, with the values of both."""
+    here, there = frozenset(own), frozenset(other)
+    sides = [_by_key(here - there), _by_key(there - here)]
+    for key in sorted(sides[0].keys() | sides[1].keys()):
+        told = ["; ".join(side.get(key, ["nothing"])) for side in sides]
+        yield f"attribute {key}: here {told[0]}, there {told[1]}"
+
+
+def _by_key(lines: Iterable[str]) -> dict[str, list[str]]:
+    grouped: dict[str, list[str]] = {}
+    for line in sorted(lines):
+        key, _, rest = line.partition("=")
+        grouped.setdefault(key, []).append(rest)
+    return grouped
+
+
+def _told(holders: Sequence[str]) -> str:
+    """Return the first holder, and of more than one how many and which, as a digest."""
+    first = min(holders) or "the module"
+    if len(holders) == 1:
+        return first
+    digest = sha256("\n".join(sorted(holders)).encode(errors="surrogatepass")).hexdigest()[:8]
+    return f"{first} and {len(holders) - 1} more ({digest})"
+
+
+def _name(holder: str, key: str) -> str:
+    return f"{holder}.{key}" if holder else key
+
+
+def _text(value: object) -> str:
+    if type(value) not in _BASES and isinstance(value, Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, np.generic):
+        value = value.item()
+    base = type(value)
+    if base not in _BASES:  # of a subclass, without what its class adds
+        base = next((each for each in _BASES if isinstance(value, each)), base)
+    text = str(base.__repr__(value))
+    if len(text) <= MAX_TEXT:
+        return text
+    return f"{text[:MAX_TEXT]}… ({sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]})"
+
+
+def _is_location(value: object) -> bool:
+    """Return whether a text says where something lies: it differs between machines."""
+    return isinstance(value, str) and (value[:1] in ("/", "~") or "://" in value)

@@ -1,0 +1,269 @@
+"""Classes of the objects that hang on modules: which ones are followed, and where their state is.
+
+Weights hang on modules in objects of any class. What cannot hold weights is not followed: it leads to the
+rest of the process (loggers, process groups, configurations of servers, compiled code).
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import deque
+from collections.abc import Iterator
+from enum import Enum
+from functools import cached_property
+from operator import itemgetter
+from types import CellType, FunctionType, MemberDescriptorType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+IGNORED_PACKAGES = (
+    *("abc", "ast", "asyncio", "concurrent", "contextlib", "contextvars", "datetime", "decimal", "enum"),
+    *("importlib", "inspect", "io", "logging", "multiprocessing", "pathlib", "random", "re", "selectors"),
+    *("socket", "subprocess", "tempfile", "threading", "typing", "uuid", "weakref", "zipfile"),
+    *("torch._C", "torch._dynamo", "torch._higher_order_ops", "torch._inductor", "torch._library"),
+    *("torch._ops", "torch._subclasses", "torch.autograd", "torch.cuda", "torch.export", "torch.fx"),
+    *("torch.jit", "torch.library", "torch.multiprocessing", "torch.profiler", "torch.random"),
+    *("torch.utils.hooks", "torch.utils.weak", "triton.compiler", "triton.runtime", "rfork", "grpc", "ray"),
+    *(
+        "numpy.random",
+        "accelerate.hooks",
+        "transformers.cache_utils",
+        "vllm.compilation",
+        "vllm.config",
+        "vllm.forward_context",
+        "vllm.platforms",
+    ),
+    *("sglang.srt.configs", "sglang.srt.managers", "sglang.srt.mem_cache", "sglang.srt.server_args"),
+)
+"""Packages and modules whose objects hold no weights, or lead away from the module."""
+IGNORED_COMPONENTS = frozenset({"distributed"})
+"""Parts of module names with the same meaning: process groups and communicators of any package."""
+CONFIGURATIONS = frozenset({"PretrainedConfig", "PreTrainedConfig", "GenerationConfig"})
+"""Classes of transformers whose objects describe a model, with the paths and options of their process."""
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+MAX_REFERENTS = 10_000
+"""Objects that an object without attributes is searched for."""
+MAX_CLASS_DEPTH = 8
+"""Containers in one another that a class attribute is searched for; the walk has bounds of its own."""
+HEAP_TYPE = 1 << 9
+"""Flag of types that Python code, or an extension by its rules, has created."""
+
+
+SCALARS = frozenset({bool, int, float, complex, str, bytes, torch.dtype})
+"""Types of values that are compared, not carried."""
+PLAIN_VALUES = SCALARS | {type(None), torch.device}
+"""Types of most of what modules keep beside tensors."""
+
+
+class ObjectType(NamedTuple):
+    """What the objects of one class have in common."""
+
+    followed: bool
+    """Attributes, slots and class attributes lead to state of the module's."""
+    compared: bool
+    """Plain values in attributes are part of what the module computes."""
+    slots: tuple[tuple[str, MemberDescriptorType], ...]
+    shared: tuple[tuple[str, object], ...]
+    """Class attributes that may hold tensors."""
+    keeps_notes: bool
+    """Private attributes are notes on how the object was made: those of transformers' models."""
+    computed: frozenset[str]
+    """Cached properties: they follow from the rest, and are there only once something has read them."""
+
+    def compares(self, key: str) -> bool:
+        """Return whether an attribute of a module may be compared, by its class."""
+        return key not in self.computed and not (self.keeps_notes and key.startswith("_"))
+
+
+def object_type(cls: type, root: type = object) -> ObjectType:
+    """Look at a class and those it derives from, up to `root`, whose own attributes are known."""
+    bases = cls.__mro__
+    own = bases[: bases.index(root)] if root in bases else bases
+    configuration = any(base.__name__ in CONFIGURATIONS for base in own)
+    followed = root is not object or not (configuration or is_ignored(module_of(cls)))
+    slots: dict[str, MemberDescriptorType] = {}
+    shared: dict[str, object] = {}
+    computed = set()
+    for base in reversed(own) if followed else ():
+        if not base.__flags__ & HEAP_TYPE:
+            continue
+        for key, value in vars(base).items():
+            if key.startswith("__"):
+                continue
+            if type(value) is MemberDescriptorType:
+                slots[key] = value
+            elif isinstance(value, cached_property):
+                computed.add(key)
+            elif _may_hold_tensors(value):
+                shared[key] = value
+    compared = not cls.__name__.endswith("Config")
+    return ObjectType(
+        followed,
+        compared,
+        tuple(sorted(slots.items(), key=itemgetter(0))),
+        tuple(sorted(shared.items(), key=itemgetter(0))),
+        any(base.__name__ == "PreTrainedModel" for base in own),
+        frozenset(computed),
+    )
+
+
+def module_of(value: object) -> str:
+    """Return the dotted name of the module that a class or function was defined in."""
+    found = getattr(value, "__module__", None)
+    return found if isinstance(found, str) else ""
+
+
+def is_ignored(module: str) -> bool:
+    """Return whether objects that this module defines are not followed."""
+    parts = module.split(".")
+    if not IGNORED_COMPONENTS.isdisjoint(parts):
+        return True
+    return any(module == name or module.startswith(f"{name}.") for name in IGNORED_PACKAGES)
+
+
+def _may_hold_tensors(value: object, depth: int = 0) -> bool:
+    """Of a class attribute: containers of plain values, code and descriptors do not."""
+    if depth > MAX_CLASS_DEPTH:
+        return True
+    if isinstance(value, torch.Tensor | np.ndarray | nn.Module):
+        return True
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return any(_may_hold_tensors(item, depth + 1) for item in value)
+    if isinstance(value, dict):
+        return any(_may_hold_tensors(item, depth + 1) for item in value.values())
+    return (
+        bool(own_attributes(value))
+        and not isinstance(value, type | FunctionType)
+        and not callable(value)
+        and not hasattr(type(value), "__get__")
+        and not is_ignored(module_of(type(value)))
+        and module_of(type(value)).partition(".")[0] not in sys.stdlib_module_names - {"types"}
+    )
+
+
+def registered_modules(root: nn.Module) -> set[int]:
+    """Return each module registered in the tree, as `nn.Module.modules` does, for a fraction of its time."""
+    found, left = {id(root)}, [root]
+    while left:
+        for child in left.pop()._modules.values():
+            if child is not None and id(child) not in found:
+                found.add(id(child))
+                left.append(child)
+    return found
+
+
+def own_attributes(value: object) -> dict[str, object]:
+    """Return what is in an object's dict, whatever its class makes of it."""
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return {key: held for key, held in attributes.items() if isinstance(key, str)}
+
+
+def function_state(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """Yield what a function computes with beside its arguments: its closure and its defaults."""
+    cells: tuple[CellType, ...] = function.__closure__ or ()
+    for key, cell in zip(function.__code__.co_freevars, cells, strict=True):
+        try:
+            yield key, cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+    yield from ((f"defaults.{index}", value) for index, value in enumerate(function.__defaults__ or ()))
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+def is_scalar(value: object) -> bool:
+    """Return whether a value is a number, text, flag or enum, of a class of its own as well."""
+    return isinstance(value, int | float | complex | str | bytes | torch.dtype | Enum | np.generic)
+
+
+def is_plain(value: object) -> bool:
+    """Return whether a value can hold no tensor."""
+    if type(value) is tuple:
+        return all(map(is_plain, value))
+    return type(value) in PLAIN_VALUES or isinstance(value, Enum | type | FunctionType)
+
+
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    """Return a tensor of an array's memory. Raises TypeError or ValueError where there is none."""
+    if not array.flags.writeable:
+        raise ValueError("it is read-only")
+    return torch.from_numpy(array)
+
+
+def why_hidden(value: object) -> str | None:
+    """Return why the state of an object without attributes cannot be carried, or None where it has none."""
+    kind = type(value)
+    name = f"{module_of(kind)}.{kind.__qualname__}".removeprefix("builtins.")
+    if isinstance(value, torch.ScriptObject):
+        return f"it is a {_script_name(value)}, which packs tensors out of sight"
+    if not isinstance(value, FunctionType) and _refers_to_tensors(value):
+        return f"it is a {name} of tensors, which have no names in it"
+    if _writable_bytes(value):
+        return f"it is a {name}, whose bytes are no tensor's"
+    return None
+
+
+def _refers_to_tensors(value: object) -> bool:
+    """Return whether an object holds tensors, itself or in containers that only it can reach."""
+    found: list[object] = gc.get_referents(value)
+    for each in found:  # grows meanwhile
+        if isinstance(each, torch.Tensor | np.ndarray):
+            return True
+        if type(each) in _CONTAINERS and len(found) < MAX_REFERENTS:
+            found += gc.get_referents(each)
+    return False
+
+
+def why_out_of_sight(value: object) -> str | None:
+    """Return why the state of an object may be in memory of an extension module, or None where it is not."""
+    kind = type(value)
+    known = {"torch", "numpy", *sys.stdlib_module_names}
+    module = module_of(kind)
+    if module.partition(".")[0] in known or callable(value) or _is_python_class(kind):
+        return None
+    return f"it is a {module}.{kind.__qualname__}, whose state is in memory of an extension module"
+
+
+def _is_python_class(kind: type) -> bool:
+    """Return whether Python code defined the class: then all of its state is in attributes."""
+    return any("__slots__" in vars(base) or "__dict__" in vars(base) for base in kind.__mro__)
+
+
+def _script_name(value: Any) -> str:
+    try:
+        return str(value._type().qualified_name()).removeprefix("__torch__.torch.classes.")
+    except (AttributeError, RuntimeError):
+        return "ScriptObject"
+
+
+def _writable_bytes(value: object) -> bool:
+    try:
+        with memoryview(value) as view:  # type: ignore[arg-type]
+            return view.nbytes > 0 and not view.readonly
+    except (TypeError, ValueError, BufferError):
+        return False
+
+
+def script_state(script: Any) -> str | None:
+    """Return why a script module or function holds tensors that are no parameters or buffers, or None."""
+    known: set[str] = set()
+    graphs = [script]
+    if isinstance(script, nn.Module):
+        known = {name.rpartition(".")[2] for name, _ in (*script.named_parameters(), *script.named_buffers())}
+        code: Any = script._c
+        graphs = [code._get_method(name) for name in code._method_names()]
+    for each in graphs:
+        graph = each.inlined_graph  # kept: its nodes do not keep it
+        for node in graph.findAllNodes("prim::Constant"):
+            if node.hasAttribute("value") and node.kindOf("value") in ("t", "ts"):
+                return "it is a frozen or traced script, which keeps tensors as constants of its code"
+        for node in graph.findAllNodes("prim::GetAttr"):
+            if "Tensor" in str(node.output().type()) and node.s("name") not in known:
+                return f"it is a script with tensors in the attribute {node.s('name')!r}"
+    return None

@@ -1,0 +1,40 @@
+"""Models that two processes made from two folders have one layout: an honest fork is not refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+ROOT = Path(__file__).parents[3]
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+
+
+def layouts_of(folder: Path, mode: str) -> dict[str, Any]:
+    """What a process of its own says."""
+    command = [sys.executable, "-m", "tests.unit.engines.model_layout", str(folder), mode]
+    ran = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE)
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+def test_a_used_model_and_a_new_one_have_one_layout(tmp_path: Path) -> None:
+    """One was loaded and has generated text, the other was built elsewhere from the configuration alone."""
+    seeds, targets = tmp_path / "seeds", tmp_path / "elsewhere" / "targets"
+    for kind in ("llama", "qwen2"):
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES)).save_pretrained(seeds / kind)
+    shutil.copytree(seeds, targets, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert layouts_of(seeds, "loaded") == layouts_of(targets, "built")

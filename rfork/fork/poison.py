@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from rfork.image.walk import plain_tensors
+from rfork.image.wrappers import plain_tensors
 from rfork.storage.modules.extents import is_dense, overlaps_itself
 
 BLOCK = 8

@@ -227,7 +227,7 @@ def _from_folder(folder: Path, name: str | None, version: str | None, way: _Way)
     with loading(f"load {model}"):
         image = capture(loaded_model(folder))
     if before != version_of_files(folder):
-        raise StorageChanged(f"{folder}: the weight files changed while they were read", hint="try again")
+        raise StorageChanged(f"{folder} changed while its weights were loaded", hint="write it again")
     return way.write(image, seal(image), Rank(), model, version or before)
 
 

@@ -169,7 +169,7 @@ def test_an_unusable_version_is_refused_before_weights_are_loaded(
 ) -> None:
     """A version of several lines is wrong use."""
     monkeypatch.delattr(transformers, "loaded_model")
-    assert "cannot be a version" in run(tmp_path / "a", "--from", tiny_folder, "--version", "a\nb", code=2)
+    assert "RFORK_VERSION" in run(tmp_path / "a", "--from", tiny_folder, "--version", "a\nb", code=2)
 
 
 def test_a_folder_that_changes_as_it_is_loaded_is_refused(

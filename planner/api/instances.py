@@ -22,7 +22,8 @@ UNKNOWN = Told(404, "unknown-instance", "no instance seed-1 is known")
 LAST_SEED = Told(
     409,
     "last-seed",
-    "instance seed-1 is the last that holds these weights: start another, or drain it with force",
+    "instance seed-1 is the last that holds version files:3fa2c1d0 of these weights: "
+    "start another, or drain it with force",
 )
 
 

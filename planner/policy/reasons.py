@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from planner.fleet import Assignment, Group, Source, Storage
 from planner.policy.ways import runs_kernels, takes_one_host
 from rfork.image.ranges import Range, count
-from rfork.weights_version import short
+from rfork.weights_version import FIRST, is_unnamed, short
 
 if TYPE_CHECKING:
     from planner.policy.working import Working
@@ -71,13 +71,15 @@ def nobody(group: Group, others: Sequence[Source]) -> str:
     model = f"{version}model {group.model}"
     if others:
         return other_layouts(group, others, f"{model} at rank {group.rank_key}")
+    if group.other_versions and is_unnamed(group.version):
+        return f"no version of model {group.model} can be taken over; {_served(group.other_versions)}"
+    if group.other_versions:
+        return f"{FIRST} {short(group.version)} of model {group.model}; {_served(group.other_versions)}"
     if group.other_ranks:
         return (
             f"no instance holds {model} at rank {group.rank_key}; "
             f"other ranks are held: {', '.join(group.other_ranks[:NAMED])}"
         )
-    if group.other_versions:
-        return f"first of {model}; {_served(group.other_versions)}"
     return f"no instance holds {model}"
 
 

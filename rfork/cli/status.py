@@ -60,6 +60,7 @@ def model_table(models: Sequence[ModelView]) -> Fitting:
     """What the fleet holds, and how many bytes of it came from storage and from one another."""
     columns = (
         Column("model", least=12),
+        Column("version", least=8, spare=1),
         Column("size", right=True),
         Column("seeds", right=True),
         Column("relays", right=True, spare=4),
@@ -70,6 +71,7 @@ def model_table(models: Sequence[ModelView]) -> Fitting:
     rows = [
         (
             title,
+            units.version(row.version),
             units.size(row.image_bytes),
             f"{row.seeds:,}",
             f"{row.relays:,}",
@@ -137,7 +139,8 @@ def _line(view: InstanceView, latest: Mapping[str, ForkView]) -> str:
         # How it ended says little without what went wrong before.
         reason = "".join(f"\n[dim]{escaped(line)}[/]" for line in fork.finish.reasons[-MOST_REASONS:])
     readers = units.plural(len(report.readers), "reader")
+    model = " ".join(filter(None, (report.model, units.version(view.version))))
     return (
-        f"[{colour}]{word}[/] {report.instance_id} {escaped(report.model)} "
+        f"[{colour}]{word}[/] {report.instance_id} {escaped(model)} "
         f"on {escaped(report.placement.host)} {share:.0%} verified, {readers}{trouble}{reason}"
     )

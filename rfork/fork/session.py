@@ -37,7 +37,7 @@ from rfork.fork.opening import Opening
 from rfork.fork.progress import OnProgress, Reporter
 from rfork.fork.puller import Puller
 from rfork.fork.replacing import Replacing
-from rfork.fork.report import ForkReport, Pulled, finish_of, own_trace, phases_of, with_read
+from rfork.fork.report import RESUME, ForkReport, Pulled, finish_of, own_trace, phases_of, with_read
 from rfork.fork.stopwatch import Stopwatch
 from rfork.image.board import ChunkBoard
 from rfork.image.capture import capture
@@ -50,7 +50,8 @@ from rfork.settings import Settings
 from rfork.tracing import Tracer
 from rfork.tracing import tracer as process_tracer
 from rfork.transport.base import Transport
-from rfork.weights_version import is_single, is_unnamed
+from rfork.weights_version import is_first, is_single, is_unnamed
+from rfork.wire import source_kind
 
 log = logger(__name__)
 
@@ -275,6 +276,8 @@ class ForkSession:
             instance_id=self._identity.instance_id,
             model=self._identity.model,
             version=seed.version,
+            version_from="served" if self._took_over(seed, way) else "own",
+            first=any(is_first(str(error)) for error in (*reasons, *self._sent_by)),
             outcome="forked" if way is None else "fallback",
             layout_id=layout.layout_id,
             weights_id=manifest.weights_id if manifest is not None else "",
@@ -296,6 +299,14 @@ class ForkSession:
             trace_id=own_trace(),
             seed=seed,
         )
+
+    def _took_over(self, seed: Seed, way: Fallback | None) -> bool:
+        """Return whether the weights are a served version that this instance did not ask for."""
+        version = seed.version
+        if way is not None or version is None or is_unnamed(version) or not seed.takes_any_version:
+            return False
+        sources = [share.source_id for share in self._pulled.sources if share.source_id != RESUME]
+        return any(source_kind(source_id) == "peer" for source_id in sources)
 
     @property
     def _pulled(self) -> Pulled:

@@ -122,8 +122,8 @@ def test_json_of_a_look() -> None:
         line["error"], line["instances"], line["fallbacks"], line["models"][0]["model"],
     )  # fmt: skip
     assert {
-        "fork_id", "instance_id", "host", "model", "rank", "phase", "share", "bytes_per_s", "eta_s",
-        "seconds", "sources", "source_bytes_per_s", "transports", "held", "reason",
+        "fork_id", "instance_id", "host", "model", "version", "rank", "phase", "share", "bytes_per_s",
+        "eta_s", "seconds", "sources", "source_bytes_per_s", "transports", "held", "reason",
     } == set(line["going"][0])  # fmt: skip
 
 

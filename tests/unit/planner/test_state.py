@@ -103,6 +103,23 @@ def test_other_ranks_of_a_model_are_known() -> None:
     assert (Rank(tp=1, tp_size=2).key,) == known.other_ranks(GROUP)
 
 
+def test_a_model_is_mixed_while_two_versions_of_it_are_served() -> None:
+    """Targets, draining instances, updates in place and other models do not count."""
+    known = state()
+
+    def put(name: str, version: str, **changes: object) -> None:
+        known.apply([instance(name, version=version, **changes)])
+
+    put("a", "v1")
+    put("b", "v2", state="loading", verified=())
+    put("c", "v3", state="draining")
+    put("d", "update:r:1")
+    put("e", "v4", model="other")
+    assert set() == known.mixed_models()
+    put("f", "v2")
+    assert {"m"} == known.mixed_models()
+
+
 def test_readers_from_before_a_restart_count_until_they_ask() -> None:
     """A fork that is known counts by its plan."""
     known = state()

@@ -24,7 +24,10 @@ def how(
     storage: Sequence[tuple[Storage, tuple[Range, ...]]],
 ) -> str:
     """How the sources were chosen."""
-    parts = [
+    group = working.group
+    first = bool(storage) and not assignments and _is_first(group)
+    parts = [nobody(group, ())] if first else []
+    parts += [
         f"elected to read {_part(chunks, target)} from {each.kind}{f' {each.uri}' if each.uri else ''}"
         for each, chunks in storage
     ]
@@ -59,6 +62,12 @@ def _over(assignment: Assignment) -> str:
     if runs_kernels(assignment.transports):
         return f" over {assignment.transports[0]}, which runs kernels on the source's GPU"
     return ""
+
+
+def _is_first(group: Group) -> bool:
+    """Return whether other versions are served, and no instance has all of this one."""
+    complete = any(source.complete for source in group.sources.values())
+    return bool(group.other_versions) and not complete and not is_unnamed(group.version)
 
 
 def _part(chunks: tuple[Range, ...], target: Source) -> str:

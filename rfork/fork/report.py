@@ -11,7 +11,7 @@ from rfork.fork.meter import Meter, fastest
 from rfork.fork.stopwatch import Stopwatch
 from rfork.storage.base import name_of
 from rfork.tracing import Span, here
-from rfork.weights_version import FIRST
+from rfork.weights_version import FIRST, UNSTATED
 from rfork.weights_version import short as short_version
 from rfork.wire import ForkFinish, source_kind
 
@@ -58,9 +58,9 @@ class ForkReport:
     """How one rank got its weights. Sizes in bytes, times in seconds.
 
     `fork_id` and `instance_id` are what the planner knows this fork and this process by, `model` the name
-    they met under, `version` which weights of it these are; `version_from` is ``served`` where this instance
-    had none of its own and took over the one that was served, else ``own``. `first` is set where other
-    versions were served and this instance was the first of its own.
+    they met under, `version` which weights of it these are. `version_from` is ``served`` where this instance
+    had none of its own and took over the one that was served, ``none`` where several were, else ``own``.
+    `first` is set where other versions were served and this instance was the first of its own.
     `layout_id` names which tensors the image has, `weights_id` their bytes; it has `image_bytes` in `chunks`
     chunks, of which `chunks_verified` were compared with a digest.
     `outcome` is ``forked`` where the planner's plan gave every chunk (from peers or, where it elected
@@ -98,7 +98,7 @@ class ForkReport:
     link_bytes_per_s: float | None = None
     efficiency: float | None = None
     version: str | None = None
-    version_from: Literal["own", "served"] = "own"
+    version_from: Literal["own", "served", "none"] = "own"
     first: bool = False
     fallback: str | None = None
     reasons: tuple[str, ...] = ()
@@ -156,7 +156,7 @@ class ForkReport:
         size = f"{self.image_bytes / 1e9:.3f} GB"
         if self.outcome == "fallback":
             why = self.reasons[-1] if self.reasons else "no reason given"
-            named = "" if self.first and FIRST in why else self._version_words()
+            named = "" if FIRST in why or UNSTATED in why else self._version_words()
             return f"loaded {size} from {self.fallback} in {self.seconds:.2f} s{named}, because: {why}"
         givers = ", ".join(
             f"{short(share.source_id)}@{share.host} ({share.transport})"
@@ -179,6 +179,8 @@ class ForkReport:
             return f", {FIRST} {short_version(self.version)}"
         if self.version_from == "served":
             return f", version {short_version(self.version)} as served"
+        if self.version_from == "none":
+            return ", as several versions are served and this target states none"
         return ""
 
 

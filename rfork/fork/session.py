@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 from uuid import uuid4
 
 from torch import nn
@@ -50,7 +51,7 @@ from rfork.settings import Settings
 from rfork.tracing import Tracer
 from rfork.tracing import tracer as process_tracer
 from rfork.transport.base import Transport
-from rfork.weights_version import is_first, is_single, is_unnamed
+from rfork.weights_version import UNSTATED, is_first, is_single, is_unnamed
 from rfork.wire import source_kind
 
 log = logger(__name__)
@@ -276,7 +277,7 @@ class ForkSession:
             instance_id=self._identity.instance_id,
             model=self._identity.model,
             version=seed.version,
-            version_from="served" if self._took_over(seed, way) else "own",
+            version_from=self._version_from(seed, way, reasons),
             first=any(is_first(str(error)) for error in (*reasons, *self._sent_by)),
             outcome="forked" if way is None else "fallback",
             layout_id=layout.layout_id,
@@ -300,13 +301,17 @@ class ForkSession:
             seed=seed,
         )
 
-    def _took_over(self, seed: Seed, way: Fallback | None) -> bool:
-        """Return whether the weights are a served version that this instance did not ask for."""
+    def _version_from(
+        self, seed: Seed, way: Fallback | None, reasons: Sequence[RforkError]
+    ) -> Literal["own", "served", "none"]:
+        """Return where the version of the weights is from; see `ForkReport`."""
         version = seed.version
+        if any(UNSTATED in str(error) for error in (*reasons, *self._sent_by)):
+            return "none"
         if way is not None or version is None or is_unnamed(version) or not seed.takes_any_version:
-            return False
+            return "own"
         sources = [share.source_id for share in self._pulled.sources if share.source_id != RESUME]
-        return any(source_kind(source_id) == "peer" for source_id in sources)
+        return "served" if any(source_kind(source_id) == "peer" for source_id in sources) else "own"
 
     @property
     def _pulled(self) -> Pulled:

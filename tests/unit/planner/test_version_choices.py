@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from planner.fleet import Storage
 from planner.problems import ProblemError
 from planner.registry import Registry
 from rfork.wire import Rank
-from tests.unit.planner.builders import FakeTime, ask, make_registry, whole
+from tests.unit.planner.builders import FakeTime, ask, make_registry, offers, whole
 
 NOTHING = {"served": 0.0, "several": 0.0, "conflict": 0.0}
 
@@ -66,6 +67,19 @@ async def test_a_version_of_its_own_is_not_counted(registry: Registry) -> None:
     await registry.report(whole("s", version="v1"))
     await registry.ask(ask("t", version="v1"))
     assert NOTHING == counted(registry)
+
+
+async def test_who_reads_storage_for_a_new_version_is_the_first(registry: Registry) -> None:
+    """The plan says so also once storage is read; those that wait behind it are not the first."""
+    await registry.report(whole("s", version="v1"))
+    storage = offers(Storage("checkpoint", "file:///m", "0" * 32))
+    plan = await registry.ask(ask("t", version="v2", storage=storage))
+    assert (
+        "first of version v2 of model m; 1 instance serves v1; "
+        "elected to read 12 of 12 chunks from checkpoint file:///m"
+    ) == plan.reason
+    behind = await registry.ask(ask("u", version="v2", storage=storage))
+    assert "first of version" not in behind.reason
 
 
 async def test_each_rank_of_a_new_version_is_the_first(registry: Registry) -> None:

@@ -254,6 +254,8 @@ class Metrics:
             self._routes.labels(transport)
         for whole in ("true", "false"):
             self._gathered.labels(whole)
+        for kind in get_args(StorageKind):
+            self._fallbacks.labels(kind, FIRST_OF_VERSION)
         for choice in get_args(VersionChoice):
             self._versions.labels(choice)
 

@@ -99,7 +99,7 @@ export function showRollouts(rollouts) {
       const [meter, , words] = /** @type {HTMLElement[]} */ ([...row.children]);
       style(/** @type {HTMLElement} */ (meter.children[0]), "width", `${(100 * one.serving) / all}%`);
       style(/** @type {HTMLElement} */ (meter.children[1]), "width", `${(100 * one.loading) / all}%`);
-      say(words, [`${many(one.serving, "instance")} ${one.serving === 1 ? "serves" : "serve"} it`, one.loading ? `${one.loading} loading` : ""].filter(Boolean).join(", "));
+      say(words, [`${one.serving.toLocaleString("en")} serving`, one.loading ? `${one.loading} loading` : ""].filter(Boolean).join(", "));
     });
   });
 }

@@ -7,7 +7,7 @@ import pytest
 from planner.state import State
 from planner.store.records import ForkRecord, Read
 from rfork.wire import ForkFinish, Rank
-from tests.unit.planner.builders import LAYOUT, demand, loading
+from tests.unit.planner.builders import LAYOUT, demand, loading, whole
 from tests.unit.planner.records import GROUP, fork, instance
 
 OTHER = GROUP._replace(model="other")
@@ -108,7 +108,7 @@ def test_a_model_is_mixed_while_two_versions_of_it_are_served() -> None:
     known = state()
 
     def put(name: str, version: str, **changes: object) -> None:
-        known.apply([instance(name, version=version, **changes)])
+        known.apply([replace(instance(name), report=whole(name, version=version, **changes))])
 
     put("a", "v1")
     put("b", "v2", state="loading", verified=())

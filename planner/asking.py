@@ -40,7 +40,7 @@ class Asked:
     arrives: bool = False
     """Whether its instance asks for the first time, and not for a fork that somebody else planned."""
     version_note: str = ""
-    """Why its version is not one that is served, where people should know."""
+    """Why it gets its version, where that is not its own."""
     trace: TraceContext | None = None
     """The span of its request, where that is traced."""
 
@@ -122,6 +122,8 @@ class Asking:
         if old is not None and not old.live and not old.lost:
             raise ProblemError(409, "fork-ended", f"fork {request.fork_id} has ended: ask under another id")
         resolution = await self._settle_version(request, owner)
+        if old is None and resolution.choice in ("served", "several"):
+            self._metrics.version_chosen(resolution.choice)
         target = self._target(request, resolution.version, owner)
         for fault in request.faults:
             self._metrics.fault(fault)
@@ -183,6 +185,7 @@ class Asking:
                     reads_storage=reads_storage,
                 )
             except ReplicaConflict as error:
+                self._metrics.version_chosen("conflict")
                 raise ProblemError(409, "replica-version", str(error)) from None
             known = state.instance(report.instance_id)
             settled = known is not None and known.version == resolution.version

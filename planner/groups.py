@@ -192,8 +192,13 @@ class LiveGroup:
 
     @property
     def orphaned(self) -> bool:
-        """Whether nobody is left to read these weights from, though somebody was and members are."""
-        return self.seeded and not self._holders.any_seed
+        """Return whether members are left and no source, though there was one.
+
+        A group whose last members drain is none: they were told to end, as in a rollout of another version.
+        """
+        if not self.seeded or self._holders.any_seed:
+            return False
+        return any(source.state != "draining" for source in self.sources.values())
 
     def _candidates(self, layout_id: str, demands: Sequence[Demand], together: int) -> Iterator[str]:
         """Members of a layout: who reads storage, and the best of each neighbourhood of the targets."""

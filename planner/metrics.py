@@ -6,7 +6,7 @@ import math
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final, Literal, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -20,7 +20,7 @@ from prometheus_client import (
 
 from planner.durations import Origin, origin_of
 from planner.store.records import ForkRecord, InstanceRecord
-from rfork import errors
+from rfork import errors, weights_version
 from rfork.certificate import not_after
 from rfork.fields import ON_KERNELS, InstanceState, Outcome, SourceKind, StorageKind
 from rfork.settings import TransportName
@@ -40,6 +40,11 @@ REFUSALS: Final = (
 PLAN_SECONDS: Final = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 FORK_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 PHASES: Final = ("capture", "offer", "plan", "transfer", "resume", "fallback", "digest", "other")
+FIRST_OF_VERSION: Final = "FirstOfVersion"
+"""Reason of a fallback that a change of version explains: other versions are served, and not this one."""
+VersionChoice = Literal["served", "several", "conflict"]
+"""How the planner settled the version of a target: one that is served, for a target that has none; none, as
+several are served; none, as another rank of the replica has another version."""
 TOGETHER: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 EFFICIENCY: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
 TRANSPORTS: Final = (*get_args(TransportName), "other")
@@ -61,11 +66,22 @@ class Metrics:
         self._orphaned = self._gauge(
             "orphaned_groups", "Ranks of models with instances, but no seed any more, though there was one"
         )
+        self._mixed = self._gauge(
+            "mixed_models", "Models of which instances serve more than one version, updates in place aside"
+        )
+        self._versions = self._counter(
+            "version_choices",
+            "Forks whose version the planner chose (served), or refused to choose (several, conflict)",
+            "choice",
+        )
         self._forks = self._counter(
             "forks", "Forks that ended; lost: given up, and counted again if they end after all", "outcome"
         )
         self._fallbacks = self._counter(
-            "fallbacks", "Forks that loaded otherwise: what, and the last error before", "fallback", "reason"
+            "fallbacks",
+            "Forks that loaded otherwise: what, and the last error before, or FirstOfVersion",
+            "fallback",
+            "reason",
         )
         self._faults = self._counter("source_faults", "Faults that targets reported", "fault", "error")
         self._quarantines = self._counter("quarantines", "Sources put into quarantine")
@@ -153,6 +169,10 @@ class Metrics:
         """A target reported a source."""
         self._faults.labels(fault.fault, _error_kind(fault.error)).inc()
 
+    def version_chosen(self, choice: VersionChoice) -> None:
+        """A fork asked for the first time, and its version was not its target's own."""
+        self._versions.labels(choice).inc()
+
     def quarantined(self) -> None:
         """A source went into quarantine."""
         self._quarantines.inc()
@@ -173,7 +193,7 @@ class Metrics:
             self._bytes.labels(source_kind(source)).inc(min(max(verified_bytes, 0), MOST_BYTES))
         if finish.outcome == "fallback":
             fallback = source_kind(finish.fallback) if finish.fallback else "loader"
-            self._fallbacks.labels(fallback, _error_kind(finish.reasons[-1] if finish.reasons else "")).inc()
+            self._fallbacks.labels(fallback, _fallback_reason(finish.reasons)).inc()
         if finish.efficiency is not None and math.isfinite(finish.efficiency):
             self._efficiency.observe(finish.efficiency)
 
@@ -190,11 +210,16 @@ class Metrics:
         self._unavailable.inc()
 
     def exposition(
-        self, instances: Iterable[InstanceRecord], live: Iterable[ForkRecord], orphaned: int = 0
+        self,
+        instances: Iterable[InstanceRecord],
+        live: Iterable[ForkRecord],
+        orphaned: int = 0,
+        mixed: int = 0,
     ) -> bytes:
         """All metrics in Prometheus' text format; the gauges are counted now, in one pass over each.
 
-        `orphaned`: groups that have members, and nobody to read from any more.
+        `orphaned`: groups that have members, and nobody to read from any more. `mixed`: models of which more
+        than one version is served.
         """
         # Not by `record.source`, which a heartbeat since the last plan has to build first.
         states = Tally("draining" if record.drained else record.report.state for record in instances)
@@ -214,6 +239,7 @@ class Metrics:
             self._readers.labels(kind).set(readers[kind])
         self._leases.set(leases)
         self._orphaned.set(orphaned)
+        self._mixed.set(mixed)
         scaleups, expected = self._scaling()
         self._scaleups.set(scaleups)
         self._expected.set(expected)
@@ -238,6 +264,10 @@ class Metrics:
             self._routes.labels(transport)
         for whole in ("true", "false"):
             self._gathered.labels(whole)
+        for kind in get_args(StorageKind):
+            self._fallbacks.labels(kind, FIRST_OF_VERSION)
+        for choice in get_args(VersionChoice):
+            self._versions.labels(choice)
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"rfork_planner_{name}", what, labels, registry=self.registry)
@@ -251,6 +281,12 @@ def _end_of(certificate: Path) -> float:
         return not_after(certificate)
     except (OSError, ValueError):
         return 0.0
+
+
+def _fallback_reason(reasons: Sequence[str]) -> str:
+    """Return the label for why a fork fell back: a rollout of new weights is told from all else."""
+    last = reasons[-1] if reasons else ""
+    return FIRST_OF_VERSION if weights_version.is_first(last) else _error_kind(last)
 
 
 def _error_kind(reason: str) -> str:

@@ -13,6 +13,7 @@ from planner.groups import LiveGroup
 from planner.order import SortedIds
 from planner.past import Past, PastGroups
 from planner.store.records import ForkRecord, GroupKey, InstanceRecord, Read, ScaleUpRecord
+from rfork import weights_version
 from rfork.wire import ForkFinish, StorageRead
 
 Listener = Callable[[ForkRecord], None]
@@ -208,6 +209,20 @@ class State:
             if other.version != key.version and other.rank_key == key.rank_key
         }
         return {version: count for version, count in sorted(counts.items()) if version and count}
+
+    def mixed_models(self) -> set[str]:
+        """Return the models of which complete instances serve more than one version.
+
+        Versions that only one replica can have are left out: each replica updated in place has its own.
+        """
+        served: dict[str, set[str]] = {}
+        for group in self._groups.values():
+            version, sources = group.key.version, group.sources.values()
+            if weights_version.is_shareable(version) and any(
+                source.complete and source.state != "draining" for source in sources
+            ):
+                served.setdefault(group.key.model, set()).add(version)
+        return {model for model, versions in served.items() if len(versions) > 1}
 
     def members_of(self, model: str) -> Iterator[InstanceRecord]:
         """Return the records of all instances of one model, of every version and rank."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from planner.store.records import InstanceRecord
 from rfork import weights_version
@@ -26,9 +26,12 @@ class ReplicaConflict(Exception):
 
 @dataclass(frozen=True)
 class Resolution:
-    """The version that a fork gets; `note` says why none that is served was chosen."""
+    """The version that a fork gets; `note` says why, where it is not the target's own."""
 
     version: str
+    choice: Literal["own", "served", "several", "none"]
+    """`own`: the target's. `served`: one that is served, or that its replica has. `several`: none, as several
+    are served. `none`: none is served."""
     note: str = ""
 
 
@@ -64,9 +67,9 @@ def resolve(
                     f"replica {report.replica} began with version {version}, "
                     f"but the files of rank {report.rank.key} are version {report.version}"
                 )
-        return Resolution(report.version)
+        return Resolution(report.version, "own")
     if fixed:
-        return Resolution(max(fixed, key=lambda version: (fixed[version], version)))
+        return _taken_over(max(fixed, key=lambda version: (fixed[version], version)))
     alike = [
         record
         for record in members
@@ -74,22 +77,29 @@ def resolve(
     ]
     current = report.version
     if current is not None and (reads_storage or _is_available(current, report, alike)):
-        return Resolution(current)
+        return _taken_over(current)
     served = _served(alike)
     if len(served) > 1 and role != "target":
         served = _served_with_main(alike, mains, replica) or served
     if len(served) == 1:
-        return Resolution(next(iter(served)))
+        return _taken_over(next(iter(served)))
     unnamed = weights_version.unnamed(report.replica or own_id)
     if not served:
-        return Resolution(current or unnamed)
+        return _taken_over(current or unnamed)
     listed = sorted(served)
     more = f" and {len(listed) - NAMED} more" if len(listed) > NAMED else ""
     return Resolution(
         unnamed,
+        "several",
         f"{len(listed)} versions of {report.model} are served ({', '.join(listed[:NAMED])}{more}) "
-        "and this target states none: set RFORK_VERSION",
+        f"and {weights_version.UNSTATED}: set RFORK_VERSION",
     )
+
+
+def _taken_over(version: str) -> Resolution:
+    if weights_version.is_unnamed(version):
+        return Resolution(version, "none")
+    return Resolution(version, "served", f"{weights_version.TAKEN_OVER} {weights_version.short(version)}")
 
 
 def _position(report: InstanceReport) -> tuple[str, int]:

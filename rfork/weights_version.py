@@ -18,6 +18,12 @@ from rfork.wire import Rank
 _GENERATED: Final = re.compile(r"(commit|files|weights|update|unnamed):([A-Za-z0-9._:-]+)")
 SHORT: Final = 8
 """Characters of a generated identifier that people are shown."""
+FIRST: Final = "first of version"
+"""The words by which a plan's reason says that other versions of the model are served, and not this one."""
+TAKEN_OVER: Final = "takes over version"
+"""The words by which a plan's reason says that its target has no version and gets the one that is served."""
+UNSTATED: Final = "this target states none"
+"""The words by which a plan's reason says that several versions are served, and the target names none."""
 
 
 def of_weights(weights_id: str) -> str:
@@ -33,6 +39,16 @@ def of_update(replica: str, count: int) -> str:
 def unnamed(replica: str) -> str:
     """Return a version that no other replica's weights have: nothing is known about these."""
     return f"unnamed:{replica[-100:]}"
+
+
+def is_first(reason: str) -> bool:
+    """Return whether a plan's or a fork's reason says that its instance was the first of its version."""
+    return FIRST in reason and UNSTATED not in reason
+
+
+def is_shareable(version: str) -> bool:
+    """Return whether several replicas can have this version: no replica's name is part of it."""
+    return bool(version) and not version.startswith(("update:", "unnamed:"))
 
 
 def is_unnamed(version: str) -> bool:

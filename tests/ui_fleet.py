@@ -72,12 +72,14 @@ class FleetPlayer:
     def report(self, instance_id: str, host: str, **changes: object) -> InstanceReport:
         """A heartbeat, like the one before but for the `changes`."""
         model = str(changes.get("model", LLAMA))
+        version = str(changes.get("version", f"files:{_digest('files', model)}"))
         rack = host.split("-")[0] if "-" in host else None
         values: dict[str, object] = {
             "instance_id": instance_id,
             "model": model,
+            "version": version,
             "layout_id": _digest("layout", model),
-            "weights_id": _digest("weights", model) if changes.get("verified") else None,
+            "weights_id": _digest("weights", version) if changes.get("verified") else None,
             "image_bytes": IMAGE_BYTES.get(model, 1 << 30),
             "chunk_count": CHUNKS,
             "state": "loading",
@@ -180,7 +182,7 @@ class FleetPlayer:
             self._told.pop(instance_id, None)
             self._planner.finish(f"fork-{instance_id}", finish)
         if outcome in ("forked", "fallback"):
-            weights = _digest("weights", report.model)
+            weights = _digest("weights", report.version or report.model)
             self.report(
                 instance_id, report.placement.host, model=report.model, state="serving",
                 verified=((0, CHUNKS),), weights_id=weights,
@@ -236,6 +238,23 @@ def play_busy_fleet(fleet: FleetPlayer) -> None:
     colds = [fleet.ask(name, f"b2-n{index}", model=MISTRAL) for index, name in enumerate(names)]
     for index, name in reversed([*enumerate(names)]):
         fleet.progress(name, 31 - 3 * index, (0.9 - 0.02 * index) * GB, colds[index], seconds=2.0)
+
+
+def play_rollout(fleet: FleetPlayer, old: int = 6, forking: int = 3) -> tuple[str, str]:
+    """Play a rollout: the first instance of a new version has loaded its files, and others fork from it.
+
+    Those of the old version serve. Returns both versions, the old one first.
+    """
+    before, after = f"files:{_digest('files', LLAMA)}", f"files:{_digest('files of today', LLAMA)}"
+    for index in range(old):
+        fleet.seed(identity(f"llama-5d8b-{index:02}"), f"a1-n{index}", version=before)
+    names = [identity(f"llama-7c9f-{index:02}") for index in range(1 + forking)]
+    cold = fleet.ask(names[0], "a2-n0", version=after)
+    fleet.end(names[0], cold, 38.4, efficiency=None)
+    plans = [fleet.ask(name, f"a2-n{index}", version=after) for index, name in enumerate(names[1:], 1)]
+    for index, name in reversed([*enumerate(names[1:])]):
+        fleet.progress(name, 96 - 9 * index, (1.31 - 0.02 * index) * GB, plans[index], seconds=2.0)
+    return before, after
 
 
 def play_trouble(fleet: FleetPlayer) -> None:

@@ -17,7 +17,14 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from planner.service import running
 from rfork.settings import PlannerSettings
-from tests.ui_fleet import FleetPlayer, advance, play_busy_fleet, play_thousand, play_trouble
+from tests.ui_fleet import (
+    FleetPlayer,
+    advance,
+    play_busy_fleet,
+    play_rollout,
+    play_thousand,
+    play_trouble,
+)
 
 MOST_BYTES: Final = 200_000
 COLOURS: Final = 160
@@ -40,6 +47,10 @@ def _nobody(fleet: FleetPlayer) -> None:
     pass
 
 
+def _rollout(fleet: FleetPlayer) -> None:
+    play_rollout(fleet)
+
+
 def _thousand(fleet: FleetPlayer) -> None:
     plans = play_thousand(fleet)
     draw = random.Random(3)
@@ -49,6 +60,7 @@ def _thousand(fleet: FleetPlayer) -> None:
 SHOTS: Final = (
     Shot("ui-empty", _nobody, height=640),
     Shot("ui-fleet", play_busy_fleet),
+    Shot("ui-rollout", _rollout, height=900),
     Shot("ui-trouble", play_trouble),
     Shot("ui-dark", play_busy_fleet, colours="dark"),
     Shot("ui-phone", play_trouble, width=360, height=1100, scale=2),

@@ -55,7 +55,8 @@ def health_router(registry: Registry, metrics: Metrics) -> APIRouter:
         await registry.sweep()
         state = registry.state
         orphaned = sum(group.orphaned for group in state.groups())
-        text = metrics.exposition(state.instances(), state.live_forks(), orphaned)
+        mixed = len(state.mixed_models())
+        text = metrics.exposition(state.instances(), state.live_forks(), orphaned, mixed)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return router

@@ -24,7 +24,8 @@ FOREIGN = Told(403, NOT_OWNER, "instance seed-1 belongs to another caller: X-Rfo
 LAST_SEED = Told(
     409,
     "last-seed",
-    "instance seed-1 is the last that holds these weights: start another, or drain it with force",
+    "instance seed-1 is the last that holds version files:3fa2c1d0 of these weights: "
+    "start another, or drain it with force",
 )
 
 

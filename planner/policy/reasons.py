@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from planner.fleet import Assignment, Group, Source, Storage
 from planner.policy.ways import runs_kernels, takes_one_host
 from rfork.image.ranges import Range, count
-from rfork.weights_version import short
+from rfork.weights_version import FIRST, is_unnamed, short
 
 if TYPE_CHECKING:
     from planner.policy.working import Working
@@ -24,7 +24,10 @@ def how(
     storage: Sequence[tuple[Storage, tuple[Range, ...]]],
 ) -> str:
     """How the sources were chosen."""
-    parts = [
+    group = working.group
+    first = bool(storage) and not assignments and _is_first(group)
+    parts = [nobody(group, ())] if first else []
+    parts += [
         f"elected to read {_part(chunks, target)} from {each.kind}{f' {each.uri}' if each.uri else ''}"
         for each, chunks in storage
     ]
@@ -61,6 +64,12 @@ def _over(assignment: Assignment) -> str:
     return ""
 
 
+def _is_first(group: Group) -> bool:
+    """Return whether other versions are served, and no instance has all of this one."""
+    complete = any(source.complete for source in group.sources.values())
+    return bool(group.other_versions) and not complete and not is_unnamed(group.version)
+
+
 def _part(chunks: tuple[Range, ...], target: Source) -> str:
     return f"{count(chunks)} of {target.chunk_count} chunks"
 
@@ -71,13 +80,15 @@ def nobody(group: Group, others: Sequence[Source]) -> str:
     model = f"{version}model {group.model}"
     if others:
         return other_layouts(group, others, f"{model} at rank {group.rank_key}")
+    if group.other_versions and is_unnamed(group.version):
+        return f"no version of model {group.model} can be taken over; {_served(group.other_versions)}"
+    if group.other_versions:
+        return f"{FIRST} {short(group.version)} of model {group.model}; {_served(group.other_versions)}"
     if group.other_ranks:
         return (
             f"no instance holds {model} at rank {group.rank_key}; "
             f"other ranks are held: {', '.join(group.other_ranks[:NAMED])}"
         )
-    if group.other_versions:
-        return f"first of {model}; {_served(group.other_versions)}"
     return f"no instance holds {model}"
 
 

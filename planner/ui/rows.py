@@ -31,6 +31,7 @@ def instance_row(record: InstanceRecord, now: float, silent_s: float) -> Row:
     return _told(
         id=report.instance_id,
         model=report.model,
+        version=record.version,
         rank=report.rank.key,
         dp=report.rank.dp,
         state=source.state,
@@ -78,6 +79,7 @@ def fork_row(record: ForkRecord) -> Row:
         id=record.fork_id,
         instance=record.instance_id,
         model=record.model,
+        version=record.version,
         rank=record.rank.key,
         state=record.state,
         bytes=record.image_bytes,

@@ -1,4 +1,4 @@
-"""What the shell completes from the planner: models, instances, forks, replicas.
+"""What the shell completes from the planner: models, versions, instances, forks, replicas.
 
 Runs in a process of its own at each press of Tab: one call to the planner that may take `MOST_S`, and
 silence where it does not answer.
@@ -37,6 +37,20 @@ def complete_model(context: typer.Context, incomplete: str) -> Completions:
         for row in client.models():
             seeds[row.model] += row.seeds
         return ((name, units.plural(count, "seed")) for name, count in seeds.items())
+
+    return _asked(context, incomplete, ask)
+
+
+def complete_version(context: typer.Context, incomplete: str) -> Completions:
+    """Versions of the model that is named; of all models where none is."""
+    model = context.params.get("model")
+
+    def ask(client: PlannerClient) -> Iterable[tuple[str, str]]:
+        seeds: Counter[tuple[str, str]] = Counter()
+        for row in client.models():
+            if row.version and model in (None, row.model):
+                seeds[row.version, row.model] += row.seeds
+        return ((version, f"{units.plural(count, 'seed')} of {of}") for (version, of), count in seeds.items())
 
     return _asked(context, incomplete, ask)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from rfork import weights_version
 from rfork.cli import units
 from rfork.control.client import PlannerClient
 from rfork.image import ranges
@@ -47,11 +48,13 @@ class Fleet:
 
 
 def titles(models: Sequence[ModelView]) -> list[str]:
-    """What each row is called: model and rank, and by which weights it is told from another of that name."""
+    """Return the name of each row: model and rank, and the weights' digest where a version has several."""
     names = [_title(row) for row in models]
-    counts = Counter(names)
+    counts = Counter((name, row.version) for name, row in zip(names, models, strict=True))
     return [
-        f"{name} ({row.weights_id[:6] if row.weights_id else 'not known yet'})" if counts[name] > 1 else name
+        f"{name} ({row.weights_id[:6] if row.weights_id else 'not known yet'})"
+        if counts[name, row.version] > 1
+        else name
         for name, row in zip(names, models, strict=True)
     ]
 
@@ -174,10 +177,14 @@ def trouble_of(view: InstanceView) -> str:
 def fallbacks(forks: Iterable[ForkView]) -> Counter[str]:
     """How many forks loaded otherwise, by the kind of the last error before that, as in the metrics."""
     return Counter(
-        kind_of(fork.finish.reasons[-1]) if fork.finish.reasons else "no reason given"
+        _cause_of(fork.finish.reasons[-1]) if fork.finish.reasons else "no reason given"
         for fork in forks
         if fork.finish is not None and fork.finish.outcome == "fallback"
     )
+
+
+def _cause_of(reason: str) -> str:
+    return "first of its version" if weights_version.is_first(reason) else kind_of(reason)
 
 
 def kind_of(reason: str) -> str:

@@ -75,14 +75,15 @@ def fork_table(listed: list[ForkView]) -> Fitting:
     """One row a fork."""
     columns = (
         Column("fork"),
-        Column("asked", right=True, spare=3),
+        Column("asked", right=True, spare=4),
         Column("how"),
         Column("model", least=8, spare=1),
-        Column("size", right=True, spare=5),
+        Column("version", least=8, spare=3),
+        Column("size", right=True, spare=6),
         Column("took", right=True),
-        Column("rate", right=True, spare=4),
+        Column("rate", right=True, spare=5),
         Column("from", least=8, spare=2),
-        Column("last trouble", least=8, spare=6),
+        Column("last trouble", least=8, spare=7),
     )
     return Fitting(columns, [_row(fork) for fork in listed])
 
@@ -95,6 +96,7 @@ def _row(fork: ForkView) -> tuple[Cell, ...]:
         f"{units.ago(fork.age_s)} ago",
         Text(f"{word}{so_far}", COLOURS.get(word, "cyan")),
         _model(fork),
+        units.version(fork.version),
         units.size(fork.image_bytes),
         units.duration(fork.finish.seconds if fork.finish is not None else fork.age_s),
         units.rate(speed) if speed else "-",
@@ -160,7 +162,8 @@ def _events(
 def event_line(event: ForkEvent) -> str:
     """One change on one line."""
     fork = event.fork
-    name = f"{fork.fork_id[:12]} {_model(fork)} on {units.short(fork.instance_id)}"
+    model = " ".join(filter(None, (_model(fork), units.version(fork.version))))
+    name = f"{fork.fork_id[:12]} {model} on {units.short(fork.instance_id)}"
     if fork.finish is not None:
         seconds = units.duration(fork.finish.seconds)
         at = f", {units.rate(fleet.rate_of(fork))}" if fleet.rate_of(fork) else ""

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from rfork.cli.completion import complete_version
 from rfork.engines.naming import meeting_name
 
 PlannerOption = Annotated[
@@ -32,6 +33,7 @@ VersionOption = Annotated[
         help="Version of the weights; instances share weights only of equal versions "
         "[env: RFORK_VERSION] [default: the hub commit, else a fingerprint of the files]",
         show_default=False,
+        autocompletion=complete_version,
     ),
 ]
 FolderArgument = Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face model folder.")]

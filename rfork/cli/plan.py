@@ -14,13 +14,14 @@ from rich.tree import Tree
 
 from rfork import settings as options
 from rfork.cli import units
-from rfork.cli.completion import complete_model
+from rfork.cli.completion import complete_model, complete_version
 from rfork.cli.console import err, print_json, reported, show
 from rfork.cli.options import JsonOption, PlannerOption
 from rfork.control.client import PlannerClient
 from rfork.errors import PlannerRefused, UserError
 from rfork.image.ranges import count
 from rfork.settings import Settings
+from rfork.weights_version import short
 from rfork.wire import Preview, PreviewPage, PreviewRequest, PreviewTarget
 
 MOST_SHOWN: Final = 64
@@ -51,6 +52,15 @@ def plan(
             help="Name of the model; without, the one that the planner knows.",
             autocompletion=complete_model,
             show_default=False,
+        ),
+    ] = None,
+    version: Annotated[
+        str | None,
+        typer.Option(
+            "--version",
+            metavar="VERSION",
+            help="Version of the weights, or its beginning [default: the one that most instances serve]",
+            autocompletion=complete_version,
         ),
     ] = None,
     targets: Annotated[
@@ -101,7 +111,9 @@ def plan(
             "storage_bytes_per_s": None if storage is None else rate_of(storage),
         }  # fmt: skip
         with PlannerClient.of(options.load(Settings, planner=planner)) as client:
-            page = _ask(client, {"model": model or _only_model(client), **wanted})
+            name = model or _only_model(client)
+            full = None if version is None else _full_version(client, name, version)
+            page = _ask(client, {"model": name, "version": full, **wanted})
         if as_json:
             print_json(page.model_dump(mode="json"))
             return
@@ -120,10 +132,24 @@ def _ask(client: PlannerClient, wanted: Mapping[str, str | float | None]) -> Pre
     try:
         return client.preview(request)
     except PlannerRefused as error:
-        if error.problem != "unknown-model":
+        if error.problem not in ("unknown-model", "unknown-version"):
             raise
         detail = str(error).rpartition("/v1/previews: ")[2]
-        raise UserError(detail, hint="`rfork status` shows the models and ranks that are known") from None
+        hint = "`rfork status` shows the models, versions and ranks that are known"
+        raise UserError(detail, hint=hint) from None
+
+
+def _full_version(client: PlannerClient, model: str, text: str) -> str:
+    """Return the known version of a model that begins with `text` or is shown so; `text` where none does."""
+    known = {row.version for row in client.models() if row.model == model and row.version}
+    found = sorted(each for each in known if each.startswith(text) or short(each) == text)
+    if text in known or not found:
+        return text
+    if len(found) > 1:
+        raise UserError(
+            f"{text!r} could be any of {len(found)}: {', '.join(found[:5])}", hint="name more of it"
+        )
+    return found[0]
 
 
 def _only_model(client: PlannerClient) -> str:
@@ -144,7 +170,8 @@ def _only_model(client: PlannerClient) -> str:
 
 def drawn(preview: Preview, *, alone: bool = True) -> ConsoleRenderable:
     """The plan as a tree, and what it comes to. `alone`: the model has no other rank."""
-    title = preview.model if alone else f"{preview.model}, rank {units.rank(preview.rank_key)}"
+    title = " ".join(filter(None, (preview.model, units.version(preview.version))))
+    title += "" if alone else f", rank {units.rank(preview.rank_key)}"
     head = f"{units.size(preview.image_bytes)} in {preview.chunk_count:,} chunks, "
     head += f"to {units.plural(len(preview.targets), 'replica')} that would come now"
     tree = Tree(Text.assemble((title, "bold"), ": ", head))

@@ -61,6 +61,7 @@ def model_table(models: Sequence[ModelView]) -> Fitting:
     """What the fleet holds, and how many bytes of it came from storage and from one another."""
     columns = (
         Column("model", least=12),
+        Column("version", least=8, spare=1),
         Column("size", right=True),
         Column("seeds", right=True),
         Column("relays", right=True, spare=4),
@@ -71,6 +72,7 @@ def model_table(models: Sequence[ModelView]) -> Fitting:
     rows = [
         (
             title,
+            units.version(row.version),
             units.size(row.image_bytes),
             f"{row.seeds:,}",
             f"{row.relays:,}",
@@ -142,7 +144,8 @@ def _line(view: InstanceView, latest: Mapping[str, ForkView]) -> str:
         side = "ahead of" if skew_s > 0 else "behind"
         trouble += f"\n[yellow]clock {abs(skew_s):.0f} s {side} the planner's: synchronise it (NTP)[/]"
     readers = units.plural(len(report.readers), "reader")
+    model = " ".join(filter(None, (report.model, units.version(view.version))))
     return (
-        f"[{colour}]{word}[/] {report.instance_id} {escaped(report.model)} "
+        f"[{colour}]{word}[/] {report.instance_id} {escaped(model)} "
         f"on {escaped(report.placement.host)} {share:.0%} verified, {readers}{trouble}{reason}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from rfork import weights_version
 from rfork.wire import source_kind
 
 _uuid: Final = re.compile(r"[0-9a-f]{32}")
@@ -59,6 +60,11 @@ def short(instance_id: str) -> str:
 def source(name: str) -> str:
     """A source as people are told it: an instance by its short id, storage by its kind and URI."""
     return short(name) if source_kind(name) == "peer" else name
+
+
+def version(name: str | None) -> str:
+    """Return a version as tables show it: shortened, empty where it is not settled."""
+    return weights_version.short(name) if name else ""
 
 
 def rank(key: str) -> str:

@@ -11,6 +11,8 @@ from rfork.fork.meter import Meter, fastest
 from rfork.fork.stopwatch import Stopwatch
 from rfork.storage.base import name_of
 from rfork.tracing import Span, here
+from rfork.weights_version import FIRST, UNSTATED
+from rfork.weights_version import short as short_version
 from rfork.wire import ForkFinish, source_kind
 
 if TYPE_CHECKING:
@@ -56,9 +58,11 @@ class ForkReport:
     """How one rank got its weights. Sizes in bytes, times in seconds.
 
     `fork_id` and `instance_id` are what the planner knows this fork and this process by, `model` the name
-    they met under, `version` which weights of it these are. `layout_id` names which tensors the image has,
-    `weights_id` their bytes; it has `image_bytes` in `chunks` chunks, of which `chunks_verified` were
-    compared with a digest.
+    they met under, `version` which weights of it these are. `version_from` is ``served`` where this instance
+    had none of its own and took over the one that was served, ``none`` where several were, else ``own``.
+    `first` is set where other versions were served and this instance was the first of its own.
+    `layout_id` names which tensors the image has, `weights_id` their bytes; it has `image_bytes` in `chunks`
+    chunks, of which `chunks_verified` were compared with a digest.
     `outcome` is ``forked`` where the planner's plan gave every chunk (from peers or, where it elected
     this instance, from its own storage), ``fallback`` where this instance loaded them by itself after all.
     `seconds` is the whole call; `phases` its parts (capture, offer, plan, transfer, fallback, digest), each
@@ -95,6 +99,8 @@ class ForkReport:
     link_bytes_per_s: float | None = None
     efficiency: float | None = None
     version: str | None = None
+    version_from: Literal["own", "served", "none"] = "own"
+    first: bool = False
     fallback: str | None = None
     reasons: tuple[str, ...] = ()
     trace_id: str | None = None
@@ -131,6 +137,8 @@ class ForkReport:
         """Have the fork's span say what the report does."""
         span.set(
             version=self.version,
+            version_from=self.version_from,
+            first=self.first or None,
             outcome=self.outcome,
             bytes=self.image_bytes,
             chunks=self.chunks,
@@ -149,7 +157,8 @@ class ForkReport:
         size = f"{self.image_bytes / 1e9:.3f} GB"
         if self.outcome == "fallback":
             why = self.reasons[-1] if self.reasons else "no reason given"
-            return f"loaded {size} from {self.fallback} in {self.seconds:.2f} s, because: {why}"
+            named = "" if FIRST in why or UNSTATED in why else self._version_words()
+            return f"loaded {size} from {self.fallback} in {self.seconds:.2f} s{named}, because: {why}"
         givers = ", ".join(
             f"{short(share.source_id)}@{share.host} ({share.transport})"
             if source_kind(share.source_id) == "peer"
@@ -166,9 +175,19 @@ class ForkReport:
             because = f", because: {why}"
         again = f", {self.bytes_repeated / 1e6:.1f} MB read again" if self.bytes_repeated else ""
         return (
-            f"forked {size} in {self.seconds:.2f} s ({self.gb_per_s:.2f} GB/s) from {givers}; "
-            f"{self.chunks_verified}/{self.chunks} chunks verified{again}{because}"
+            f"forked {size} in {self.seconds:.2f} s ({self.gb_per_s:.2f} GB/s) from {givers}"
+            f"{self._version_words()}; {self.chunks_verified}/{self.chunks} chunks verified{again}{because}"
         )
+
+    def _version_words(self) -> str:
+        """Name the version where people may not expect it: the first of its kind, or taken over."""
+        if self.first:
+            return f", {FIRST} {short_version(self.version)}"
+        if self.version_from == "served":
+            return f", version {short_version(self.version)} as served"
+        if self.version_from == "none":
+            return ", as several versions are served and this target states none"
+        return ""
 
 
 def short(source_id: str) -> str:

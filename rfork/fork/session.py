@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 from uuid import uuid4
 
 from torch import nn
@@ -39,7 +40,7 @@ from rfork.fork.opening import Opening
 from rfork.fork.progress import OnProgress, Reporter
 from rfork.fork.puller import Puller
 from rfork.fork.replacing import Replacing
-from rfork.fork.report import ForkReport, Pulled, finish_of, own_trace, phases_of, with_read
+from rfork.fork.report import RESUME, ForkReport, Pulled, finish_of, own_trace, phases_of, with_read
 from rfork.fork.stopwatch import Stopwatch
 from rfork.image.board import ChunkBoard
 from rfork.image.capture import capture
@@ -54,7 +55,8 @@ from rfork.settings import Settings
 from rfork.tracing import Tracer
 from rfork.tracing import tracer as process_tracer
 from rfork.transport.base import Transport
-from rfork.weights_version import is_single, is_unnamed
+from rfork.weights_version import UNSTATED, is_first, is_single, is_unnamed
+from rfork.wire import source_kind
 
 log = logger(__name__)
 
@@ -292,6 +294,8 @@ class ForkSession:
             instance_id=self._identity.instance_id,
             model=self._identity.model,
             version=seed.version,
+            version_from=self._version_from(seed, way, reasons),
+            first=any(is_first(str(error)) for error in (*reasons, *self._sent_by)),
             outcome="forked" if way is None else "fallback",
             layout_id=layout.layout_id,
             weights_id=manifest.weights_id if manifest is not None else "",
@@ -313,6 +317,18 @@ class ForkSession:
             trace_id=own_trace(),
             seed=seed,
         )
+
+    def _version_from(
+        self, seed: Seed, way: Fallback | None, reasons: Sequence[RforkError]
+    ) -> Literal["own", "served", "none"]:
+        """Return where the version of the weights is from; see `ForkReport`."""
+        version = seed.version
+        if any(UNSTATED in str(error) for error in (*reasons, *self._sent_by)):
+            return "none"
+        if way is not None or version is None or is_unnamed(version) or not seed.takes_any_version:
+            return "own"
+        sources = [share.source_id for share in self._pulled.sources if share.source_id != RESUME]
+        return "served" if any(source_kind(source_id) == "peer" for source_id in sources) else "own"
 
     @property
     def _pulled(self) -> Pulled:

@@ -14,6 +14,7 @@ from rfork.errors import UserError
 from rfork.wire import ModelView, Preview, PreviewPage, PreviewRequest, PreviewTarget, Share
 
 ALL = ((0, 4),)
+V1, V2 = f"files:{'1' * 32}", f"files:{'2' * 32}"
 LOW, HIGH = ((0, 2),), ((2, 4),)
 
 RATES = [
@@ -144,20 +145,27 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[PreviewRequest]:
 
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
-            row = ModelView(
-                model="m",
-                rank_key="r",
-                layout_id="0" * 32,
-                weights_id=None,
-                image_bytes=4,
-                seeds=1,
-                relays=0,
-                forks_running=0,
-                storage_bytes=0,
-                forked_bytes=0,
-            )
-            return httpx.Response(200, json=[row.model_dump(mode="json")])
+            rows = [
+                ModelView(
+                    model="m",
+                    version=version,
+                    rank_key="r",
+                    layout_id="0" * 32,
+                    weights_id=None,
+                    image_bytes=4,
+                    seeds=1,
+                    relays=0,
+                    forks_running=0,
+                    storage_bytes=0,
+                    forked_bytes=0,
+                )
+                for version in (V1, V2)
+            ]
+            return httpx.Response(200, json=[row.model_dump(mode="json") for row in rows])
         requests.append(PreviewRequest.model_validate_json(request.read()))
+        if requests[-1].version not in (None, V1, V2):
+            problem = {"type": "x/unknown-version", "title": "x", "status": 404, "detail": "no such version"}
+            return httpx.Response(404, json=problem)
         if requests[-1].model != "m":
             problem = {"type": "x/unknown-model", "title": "x", "status": 404, "detail": "no instance of it"}
             return httpx.Response(404, json=problem)
@@ -186,7 +194,22 @@ def test_the_command_asks_what_it_was_told(asked: list[PreviewRequest]) -> None:
     ] == asked  # fmt: skip
 
 
+@pytest.mark.parametrize("text", [V1, "files:11111111", "files:11"])
+def test_a_version_is_named_as_tables_show_it(asked: list[PreviewRequest], text: str) -> None:
+    """In full, shortened, or by its beginning; the planner is asked for all of it."""
+    assert 0 == CliRunner().invoke(app, ["plan", "m", "--version", text]).exit_code
+    assert [V1] == [request.version for request in asked]
+
+
+def test_the_plan_names_its_version() -> None:
+    """Beside the model, shortened."""
+    told = preview(target(1, 1, 4.0, s=ALL)).model_copy(update={"version": V1})
+    assert shown(told)[0].startswith("m files:11111111: 4.00 GB")
+
+
 WRONG = [
+    (["m", "--version", "files:"], "'files:' could be any of 2"),
+    (["m", "--version", "v9"], "no such version"),
     (["other"], "no instance of it"),
     (["m", "--link", "fast"], "'fast' is no rate"),
     (["m" * 513], "model: "),

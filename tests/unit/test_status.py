@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from rfork.cli.status import fork_tree
+from rfork.cli.status import fork_tree, model_table
 from rfork.wire import ForkFinish, ForkView, InstanceReport, InstanceView, Placement, Rank
+from tests.unit.cli.fleets import model
 
 DETOUR = "NotOneHost: the source's socket cannot be reached from here"
 
@@ -42,6 +43,28 @@ def shown(*forks: ForkView, view: InstanceView | None = None) -> str:
     with console.capture() as capture:
         console.print(fork_tree([view or instance("a")], forks))
     return capture.get()
+
+
+def test_the_tree_and_the_table_name_versions() -> None:
+    """Two versions of one model are told apart in both."""
+    console = Console(width=200)
+    versions = ("v1", f"files:{'3' * 32}")
+    rows = [model(version=version) for version in versions]
+    views = [
+        instance(name).model_copy(update={"version": version})
+        for name, version in zip("ab", versions, strict=True)
+    ]
+    with console.capture() as capture:
+        console.print(model_table(rows))
+        console.print(fork_tree(views, []))
+    text = capture.get()
+    expected = [
+        "llama  v1 ",
+        "llama  files:33333333 ",
+        "seed a m v1 on node",
+        "seed b m files:33333333 on node",
+    ]
+    assert [] == [words for words in expected if words not in text]
 
 
 def test_a_fork_that_took_another_way_says_why() -> None:

@@ -30,7 +30,7 @@ export class Details {
     const fork = sums.forkOf.get(this.id) ?? sums.endOf.get(this.id);
     say(at("details-title"), sourceName(this.id));
 
-    const facts = [...(instance ? ofInstance(instance, sums) : [["State", "the planner does not know it (any more)"]]), ...(fork ? ofFork(fork, sums) : [])];
+    const facts = [...(instance ? ofInstance(instance, sums) : unknown(fork)), ...(fork ? ofFork(fork, sums) : [])];
     list(at("details-body"), facts, ([name]) => name, ([name]) => make("dl", {}, make("dt", {}, name), make("dd")), (element, [, value]) => say(element.children[1], value));
   }
 }
@@ -47,6 +47,7 @@ function ofInstance(one, sums) {
     ["State", `${STATES[state].sign} ${STATES[state].word}: ${STATES[state].means}`],
     ["Quarantined", one.quarantine ? `${one.quarantine} (for ${about((one.quarantined_until ?? 0) - sums.now)} yet)` : ""],
     ["Model", `${one.model}${rank(one.rank) ? `, ${rank(one.rank)}` : ""}${one.dp ? `, DP ${one.dp}` : ""}`],
+    ["Version", one.version ?? "not settled yet"],
     ["Where", [one.host, one.rack && `rack ${one.rack}`, one.zone && `zone ${one.zone}`, one.pod && `Pod ${one.pod}`].filter(Boolean).join(", ")],
     ["Holds", `${(one.verified ?? 0).toLocaleString("en")} of ${many(one.chunks ?? 0, "chunk")} (${percent(share(one))} of ${size(one.bytes ?? 0)})`],
     ["Weights", one.weights ? `${one.weights.slice(0, 12)}…, generation ${one.generation ?? 0}` : "not known yet"],
@@ -84,6 +85,11 @@ function ofFork(fork, sums) {
     ["Read again", fork.repeated ? size(fork.repeated) : ""],
     ["Planned again", fork.replans ? many(fork.replans, "time") : ""],
   ]);
+}
+
+/** What its last fork says of an instance that is not known. @param {import("./fleet.js").Fork | undefined} fork @returns {[string, string][]} */
+function unknown(fork) {
+  return kept([["State", "the planner does not know it (any more)"], ["Version", fork?.version ?? ""]]);
 }
 
 /** @param {string} source */

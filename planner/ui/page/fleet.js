@@ -1,23 +1,25 @@
 // What the planner told, and what follows from it: who reads from whom, the state of each, the time left.
 
 /**
- * @typedef {{id: string, model: string, rank: string, state: string, host: string, rack?: string, zone?: string, pod?: string,
+ * @typedef {{id: string, model: string, version?: string, rank: string, state: string, host: string, rack?: string, zone?: string, pod?: string,
  *   weights?: string, generation?: number, bytes?: number, chunks?: number, verified?: number, slots?: number, readers?: number,
  *   egress?: number, transports?: string[], storage?: string[], quarantine?: string, quarantined_until?: number,
  *   missing?: boolean, slow?: boolean, silent?: boolean, since?: number, dp?: number}} Instance
- * @typedef {{id: string, instance: string, model: string, rank: string, state: string, bytes?: number, chunks?: number,
+ * @typedef {{id: string, instance: string, model: string, version?: string, rank: string, state: string, bytes?: number, chunks?: number,
  *   asked: number, heard: number, reason?: string, plan?: Record<string, number>, storage?: Record<string, number>,
  *   verified?: number, read?: number, rate?: number, sources?: Record<string, number>, rates?: Record<string, number>, link?: number,
  *   transports?: Record<string, string>, phases?: Record<string, number>, held?: Record<string, number>, outcome?: string,
  *   seconds?: number, fallback?: string, reasons?: string[], efficiency?: number, repeated?: number, replans?: number,
  *   lost?: boolean, still?: number, speed?: number}} Fork  `rates`: of its sources, now, or at best once
  *   it has ended; `still`: since when nothing came, by what it told; `speed`: its rate now
- * @typedef {{model: string, rank_key: string, layout_id: string, weights_id: string | null, image_bytes: number, seeds: number,
+ * @typedef {{model: string, version: string | null, rank_key: string, layout_id: string, weights_id: string | null, image_bytes: number, seeds: number,
  *   relays: number, forks_running: number, storage_bytes: number, forked_bytes: number, storage_s: number | null,
  *   fork_s: number | null, saved_s: number}} Model
- * @typedef {{scaleup: {scaleup_id: string, model: string, replicas: number, by: string}, arrived: number, seeds: number,
+ * @typedef {{scaleup: {scaleup_id: string, model: string, version?: string | null, replicas: number, by: string}, arrived: number, seeds: number,
  *   image_bytes: number, reason: string}} ScaleUp
- * @typedef {{key: string, model: string, rank: string, instances: Instance[], live: Fork[]}} Group
+ * @typedef {{key: string, model: string, version: string, rank: string, instances: Instance[], live: Fork[]}} Group
+ * @typedef {{version: string, serving: number, loading: number}} VersionCount  `loading`: instances that get it now
+ * @typedef {{model: string, versions: VersionCount[]}} Rollout  a model of which several versions are here
  */
 
 /** A fork tells of its progress about once a second: a rate that is older is none. */
@@ -127,24 +129,46 @@ export class Fleet {
       groupOf(groups, instance).instances.push(instance);
     }
     for (const fork of live) groupOf(groups, fork).live.push(fork);
+    const rollouts = rolloutsOf(this.instances.values(), states);
     ended.sort((one, other) => endedAt(other) - endedAt(one));
-    return { fleet: this, forkOf, endOf, readers, live, ended, groups, states, now };
+    return { fleet: this, forkOf, endOf, readers, live, ended, groups, states, rollouts, now };
   }
 }
 
 /** @typedef {ReturnType<Fleet["sums"]>} Sums */
 
-/** @param {Map<string, Group>} groups @param {{model: string, rank: string}} member @returns {Group} */
-function groupOf(groups, { model, rank }) {
-  const key = keyOf(model, rank);
+/** @param {Map<string, Group>} groups @param {{model: string, version?: string, rank: string}} member @returns {Group} */
+function groupOf(groups, { model, version = "", rank }) {
+  const key = keyOf({ model, version, rank });
   let group = groups.get(key);
-  if (!group) groups.set(key, (group = { key, model, rank, instances: [], live: [] }));
+  if (!group) groups.set(key, (group = { key, model, version, rank, instances: [], live: [] }));
   return group;
 }
 
-/** @param {string} model @param {string} rank */
-export function keyOf(model, rank) {
-  return `${rank} ${model}`;
+/** Instances with one key may share weights. @param {{model: string, version?: string | null, rank: string}} member */
+export function keyOf({ model, version, rank }) {
+  return `${rank} ${version || "-"} ${model}`;
+}
+
+/** Models of which several versions are here, and how many instances have or get each. The version that most have is first.
+ * @param {Iterable<Instance>} instances @param {Map<string, string>} states @returns {Rollout[]} */
+function rolloutsOf(instances, states) {
+  /** @type {Map<string, Map<string, VersionCount>>} */
+  const models = new Map();
+  for (const { id, model, version } of instances) {
+    const state = states.get(id);
+    if (!version || state === "failed" || state === "silent") continue;
+    let versions = models.get(model);
+    if (!versions) models.set(model, (versions = new Map()));
+    let count = versions.get(version);
+    if (!count) versions.set(version, (count = { version, serving: 0, loading: 0 }));
+    if (state === "seed" || state === "draining" || state === "quarantined") count.serving += 1;
+    else count.loading += 1;
+  }
+  return [...models]
+    .filter(([, versions]) => versions.size > 1)
+    .map(([model, versions]) => ({ model, versions: [...versions.values()].sort((one, other) => other.serving - one.serving || (one.version < other.version ? -1 : 1)) }))
+    .sort((one, other) => (one.model < other.model ? -1 : 1));
 }
 
 /** @param {Instance} instance @param {Fork | undefined} fork its fork under way @param {Fork | undefined} end its last one

@@ -1,8 +1,8 @@
 // What is seen first: is anything wrong, what is under way, how fast, how long yet.
 
-import { at, list, make, say, set } from "./dom.js";
-import { left, share } from "./fleet.js";
-import { about, many, percent, rank, rate, short, size, time } from "./words.js";
+import { at, list, make, say, set, style } from "./dom.js";
+import { keyOf, left, share } from "./fleet.js";
+import { about, many, percent, rank, rate, short, shortVersion, size, time } from "./words.js";
 
 /** At most so many troubles are named; the others are counted. */
 const SHOWN = 12;
@@ -82,7 +82,7 @@ export function showScaleups(scaleups) {
   at("scaleups").hidden = scaleups.length === 0;
   list(at("scaleup-list"), scaleups, (each) => each.scaleup.scaleup_id, () => make("li", {}, make("strong"), make("span"), make("progress", { "aria-label": "replicas that came" }), make("span.soft")), (element, each) => {
     const { replicas, model, by } = each.scaleup;
-    say(element.children[0], `${many(replicas, "replica")} of ${short(model, 48)}`);
+    say(element.children[0], [`${many(replicas, "replica")} of ${short(model, 48)}`, shortVersion(each.scaleup.version)].filter(Boolean).join(", "));
     say(element.children[1], `${each.arrived} came, ${Math.max(0, replicas - each.arrived)} expected`);
     set(element.children[2], "max", String(Math.max(1, replicas)));
     set(element.children[2], "value", String(Math.min(each.arrived, replicas)));
@@ -90,19 +90,40 @@ export function showScaleups(scaleups) {
   });
 }
 
-/** @param {import("./fleet.js").Sums} sums @param {(instance: {model: string, rank: string}) => boolean} wanted
+/** @param {import("./fleet.js").Rollout[]} rollouts */
+export function showRollouts(rollouts) {
+  at("rollouts").hidden = rollouts.length === 0;
+  list(at("rollout-list"), rollouts, (each) => each.model, (each) => make("li", {}, make("strong", {}, short(each.model, 48)), make("ul")), (element, each) => {
+    const all = each.versions.reduce((sum, one) => sum + one.serving + one.loading, 0);
+    list(/** @type {HTMLElement} */ (element.children[1]), each.versions, (one) => one.version, (one) => make("li", {}, make("span.meter", { "aria-hidden": "true" }, make("i"), make("i.loading")), make("span.version", { title: one.version }, shortVersion(one.version)), make("span.soft")), (row, one) => {
+      const [meter, , words] = /** @type {HTMLElement[]} */ ([...row.children]);
+      style(/** @type {HTMLElement} */ (meter.children[0]), "width", `${(100 * one.serving) / all}%`);
+      style(/** @type {HTMLElement} */ (meter.children[1]), "width", `${(100 * one.loading) / all}%`);
+      say(words, [`${one.serving.toLocaleString("en")} serving`, one.loading ? `${one.loading} loading` : ""].filter(Boolean).join(", "));
+    });
+  });
+}
+
+/** The key of a row's fork tree. @param {import("./fleet.js").Model} row */
+function groupOf(row) {
+  return keyOf({ ...row, rank: row.rank_key });
+}
+
+/** @param {import("./fleet.js").Sums} sums @param {(instance: {model: string, version: string | null, rank: string}) => boolean} wanted
  * @param {string} chosen key of the group that is drawn @param {(key: string) => void} choose */
 export function showModels(sums, wanted, chosen, choose) {
   const { fleet } = sums;
-  const rows = fleet.models.filter((row) => wanted({ model: row.model, rank: row.rank_key }));
+  const rows = fleet.models.filter((row) => wanted({ ...row, rank: row.rank_key }));
   at("models").hidden = rows.length === 0;
-  const held = new Set(fleet.models.filter((row) => row.seeds || row.forks_running).map((row) => `${row.rank_key} ${row.model}`));
-  list(at("model-rows"), rows, (row) => `${row.rank_key} ${row.model} ${row.layout_id} ${row.weights_id}`, (row) => {
-    const button = make("button.plain", { click: () => choose(`${row.rank_key} ${row.model}`) }, row.model);
-    const name = make("th", { scope: "row" }, button, make("span.soft.tag", {}, rank(row.rank_key)), make("span.soft.tag", {}, row.weights_id ? row.weights_id.slice(0, 6) : "not sealed"));
+  const held = new Set(fleet.models.filter((row) => row.seeds || row.forks_running).map((row) => groupOf(row)));
+  list(at("model-rows"), rows, (row) => `${groupOf(row)} ${row.layout_id} ${row.weights_id}`, (row) => {
+    const button = make("button.plain", { click: () => choose(groupOf(row)) }, row.model);
+    const version = make("span.soft.tag", { title: row.version ?? undefined }, shortVersion(row.version));
+    const weights = make("span.soft.tag", { title: row.weights_id ? `digest of the weights: ${row.weights_id}` : undefined }, row.weights_id ? row.weights_id.slice(0, 6) : "not sealed");
+    const name = make("th", { scope: "row" }, button, version, make("span.soft.tag", {}, rank(row.rank_key)), weights);
     return make("tr", {}, name, ...Array.from({ length: 7 }, () => make("td.n")));
   }, (element, row) => {
-    const key = `${row.rank_key} ${row.model}`;
+    const key = groupOf(row);
     set(element, "data-chosen", key === chosen ? "yes" : undefined);
     set(element.children[0].children[0], "aria-pressed", String(key === chosen));
     const cells = [

@@ -7,14 +7,14 @@ import { Drawing } from "./drawing.js";
 import { Feed } from "./feed.js";
 import { Fleet, keyOf } from "./fleet.js";
 import { graphOf } from "./graph.js";
-import { showHeadline, showModels, showScaleups, showTroubles } from "./headline.js";
+import { showHeadline, showModels, showRollouts, showScaleups, showTroubles } from "./headline.js";
 import { showPlaces } from "./places.js";
 import { showEndings, showSources } from "./tables.js";
 import { showTimes } from "./times.js";
 import { onToken } from "./token.js";
 import { TreeGrid } from "./treegrid.js";
 import { troublesOf } from "./troubles.js";
-import { STATES, about, many, rank, short } from "./words.js";
+import { STATES, about, many, rank, short, shortVersion } from "./words.js";
 
 /** Ages are counted on while nothing is told. */
 const TICK_MS = 1000;
@@ -63,11 +63,11 @@ function show() {
   const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
   const text = (/** @type {(string | undefined)[]} */ ...parts) => parts.join(" ").toLowerCase();
   const fits = (/** @type {string} */ searched) => words.every((word) => searched.includes(word));
-  const wanted = words.length ? (/** @type {import("./fleet.js").Instance} */ one) => fits(text(one.id, one.model, rank(one.rank), one.host, one.rack, one.zone, one.pod, STATES[sums.states.get(one.id) ?? "loading"].word)) : () => true;
+  const wanted = words.length ? (/** @type {import("./fleet.js").Instance} */ one) => fits(text(one.id, one.model, one.version, rank(one.rank), one.host, one.rack, one.zone, one.pod, STATES[sums.states.get(one.id) ?? "loading"].word)) : () => true;
   const wantedFork = words.length
     ? (/** @type {import("./fleet.js").Fork} */ fork) => {
         const one = fleet.instances.get(fork.instance);
-        return one ? wanted(one) || fits(text(fork.id, one.id, fork.outcome)) : fits(text(fork.id, fork.instance, fork.model, fork.outcome));
+        return one ? wanted(one) || fits(text(fork.id, one.id, fork.outcome)) : fits(text(fork.id, fork.instance, fork.model, fork.version, fork.outcome));
       }
     : () => true;
   const fitting = words.length ? [...fleet.instances.values()].filter(wanted).length : 0;
@@ -78,9 +78,11 @@ function show() {
     if (each.id) open(each.id);
   });
   showScaleups(fleet.scaleups.filter((each) => each.arrived < each.scaleup.replicas && fits(text(each.scaleup.model, each.scaleup.by))));
-  const groups = new Set([...fleet.instances.values()].filter(wanted).map((one) => keyOf(one.model, one.rank)));
+  const groups = new Set([...fleet.instances.values()].filter(wanted).map((one) => keyOf(one)));
   const key = groupShown(groups, troubles);
-  showModels(sums, (row) => groups.has(keyOf(row.model, row.rank)), key, choose);
+  const models = new Set([...groups].map((each) => sums.groups.get(each)?.model));
+  showRollouts(sums.rollouts.filter((each) => models.has(each.model)));
+  showModels(sums, (row) => groups.has(keyOf(row)), key, choose);
   showTree(key, wanted, words.length > 0);
   showTimes(sums, wantedFork, open);
   showSources(sums, wanted, open);
@@ -107,7 +109,8 @@ function showTree(key, wanted, filtered) {
   at("tree").hidden = !group;
   if (!group) return;
   const graph = graphOf(sums, group, wanted);
-  say(at("tree-title"), `Fork tree of ${short(group.model, 60)}${rank(group.rank) ? `, ${rank(group.rank)}` : ""}`);
+  say(at("tree-title"), [`Fork tree of ${short(group.model, 60)}`, shortVersion(group.version), rank(group.rank)].filter(Boolean).join(", "));
+  set(at("tree-title"), "title", group.version || undefined);
   const words = group.live.length
     ? `${many(group.live.length, "fork")} under way: who reads from whom; the thicker, the faster; filled as far as verified`
     : `nothing is under way; ${many(graph.idle.length, "instance")} in the table`;

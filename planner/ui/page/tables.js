@@ -3,13 +3,13 @@
 import { at, list, make, say, set, style } from "./dom.js";
 import { flow } from "./fleet.js";
 import { fallbackOf, reasonOf } from "./troubles.js";
-import { about, kindOf, many, name, rate } from "./words.js";
+import { about, kindOf, many, name, rate, shortVersion } from "./words.js";
 
 const SHOWN = 12;
 /** What an end is called, its sign, and its class. @type {[string, string, string][]} */
 const OUTCOMES = [["forked", "✓", "forked"], ["fallback", "▲", "fell back"], ["failed", "✕", "failed"], ["interrupted", "■", "interrupted"]];
 
-/** @typedef {{id: string, readers: number, slots: number, gives: number, held?: number, egress?: number, host: string, state: string}} Source */
+/** @typedef {{id: string, readers: number, slots: number, gives: number, held?: number, egress?: number, host: string, state: string, version?: string}} Source  `version`: where its model has several */
 
 /** @param {import("./fleet.js").Sums} sums @param {(instance: import("./fleet.js").Instance) => boolean} wanted @param {(id: string) => void} open */
 export function showSources(sums, wanted, open) {
@@ -21,10 +21,12 @@ export function showSources(sums, wanted, open) {
   say(at("sources-words"), sources.length ? `${many(leases, "lease")} of ${many(sources.length, "source")}${full ? `, ${full} with no slot left` : ""}${rest > 0 ? `; the ${SHOWN} that give most` : ""}` : "nobody is read from now");
   set(at("sources").querySelector(".scroll") ?? at("sources"), "hidden", sources.length ? undefined : "");
   list(at("source-rows"), sources.slice(0, SHOWN), (each) => each.id, (each) => {
-    const source = make("th", { scope: "row" }, make("button.plain", { click: () => open(each.id), title: each.id }, name(each.id)), make("span.soft.tag", {}, each.host));
+    const source = make("th", { scope: "row" }, make("button.plain", { click: () => open(each.id), title: each.id }, name(each.id)), make("span.soft.tag", {}, each.host), make("span.soft.tag"));
     return make("tr", {}, source, make("td", {}, make("span.meter", { "aria-hidden": "true" }, make("i")), make("span")), make("td.n"), make("td.n"));
   }, (row, each) => {
-    const [, slots, gives, held] = /** @type {HTMLElement[]} */ ([...row.children]);
+    const [source, slots, gives, held] = /** @type {HTMLElement[]} */ ([...row.children]);
+    say(source.children[2], shortVersion(each.version));
+    set(source.children[2], "title", each.version);
     style(/** @type {HTMLElement} */ (slots.children[0].firstChild), "width", `${Math.min(100, (100 * each.readers) / Math.max(1, each.slots))}%`);
     set(slots, "data-full", each.readers >= each.slots ? "yes" : undefined);
     say(slots.children[1], `${each.readers} of ${each.slots}${each.readers >= each.slots ? ", full" : ""}`);
@@ -37,13 +39,14 @@ export function showSources(sums, wanted, open) {
 function sourcesOf(sums, wanted) {
   /** @type {Source[]} */
   const found = [];
+  const mixed = new Set(sums.rollouts.map((each) => each.model));
   for (const instance of sums.fleet.instances.values()) {
     const forks = sums.readers.get(instance.id) ?? [];
     const readers = Math.max(forks.length, instance.readers ?? 0);
     if (!readers || !wanted(instance)) continue;
     const gives = forks.reduce((sum, fork) => sum + flow(fork, instance.id), 0);
     const held = forks.map((fork) => fork.held?.[instance.id] ?? 0).filter((each) => each > 0);
-    found.push({ id: instance.id, readers, slots: instance.slots ?? 0, gives, held: held.length ? Math.min(...held) : undefined, egress: instance.egress, host: instance.host, state: instance.state });
+    found.push({ id: instance.id, readers, slots: instance.slots ?? 0, gives, held: held.length ? Math.min(...held) : undefined, egress: instance.egress, host: instance.host, state: instance.state, version: mixed.has(instance.model) ? instance.version : undefined });
   }
   return found.sort((one, other) => other.gives - one.gives || other.readers - one.readers || (one.id < other.id ? -1 : 1));
 }

@@ -3,7 +3,7 @@
 
 import { keyOf, share } from "./fleet.js";
 import { storageName } from "./graph.js";
-import { about, kindOf, many, name, plain, rank, short } from "./words.js";
+import { FIRST_OF_VERSION, about, kindOf, many, name, plain, rank, short } from "./words.js";
 
 /** Forks that ended badly count as trouble for so long. */
 const RECENT_S = 900;
@@ -54,7 +54,7 @@ function instancesOf(sums) {
   /** @type {Record<string, Case[]>} */
   const found = { quarantined: [], gone: [], silent: [], slow: [], draining: [] };
   for (const one of sums.fleet.instances.values()) {
-    const about = { id: one.id, host: one.host, group: keyOf(one.model, one.rank) };
+    const about = { id: one.id, host: one.host, group: keyOf(one) };
     const readers = sums.readers.get(one.id)?.length ?? 0;
     // One that is gone may be quarantined as well, and silent: it is one thing to look at.
     if (one.missing) found.gone.push({ ...about, why: `${one.quarantine ?? "a reader found nobody there"}; no heartbeat came since` });
@@ -73,10 +73,12 @@ function forksOf(sums) {
   for (const fork of sums.live) {
     const target = sums.fleet.instances.get(fork.instance);
     if (target?.missing || target?.quarantine || target?.silent) continue;
-    const about = { id: fork.instance, host: target?.host, group: keyOf(fork.model, fork.rank) };
+    const about = { id: fork.instance, host: target?.host, group: keyOf(fork) };
     const still = sums.now - (fork.rate ? fork.heard : (fork.still ?? fork.heard));
-    if (!Object.keys(fork.plan ?? {}).length) found.waiting.push({ ...about, why: plain(fork.reason ?? "none was found yet") });
-    else if (still > STALLED_S && share(fork) < 1) found.stalled.push({ ...about, why: plain(fork.reason ?? ""), since: still });
+    if (!Object.keys(fork.plan ?? {}).length) {
+      // The first instance of a new version loads by itself: a rollout is no trouble.
+      if (!fork.reason?.includes(FIRST_OF_VERSION)) found.waiting.push({ ...about, why: plain(fork.reason ?? "none was found yet") });
+    } else if (still > STALLED_S && share(fork) < 1) found.stalled.push({ ...about, why: plain(fork.reason ?? ""), since: still });
   }
   return found;
 }
@@ -88,6 +90,7 @@ function endsOf(sums, found) {
   for (const fork of sums.ended) {
     if (fork.outcome !== "failed" && fork.outcome !== "fallback") continue;
     if (sums.now - Math.max(fork.heard, fork.asked) > RECENT_S) continue;
+    if (fork.outcome === "fallback" && reasonOf(fork).includes(FIRST_OF_VERSION)) continue;
     const key = `${fork.outcome} ${fork.model} ${kindOf(reasonOf(fork))} ${fork.fallback ?? ""}`;
     alike.set(key, [...(alike.get(key) ?? []), fork]);
   }
@@ -97,7 +100,7 @@ function endsOf(sums, found) {
     const of = `${short(last.model, 40)}${rank(last.rank) ? ` ${rank(last.rank)}` : ""}`;
     const failed = last.outcome === "failed";
     const what = failed ? `${those} of ${of} failed` : `${those} of ${of} fell back to ${fallbackOf(last)}`;
-    found.push({ key, level: failed ? "wrong" : "look", what, why: `${reasonOf(last)} (${about(sums.now - last.heard)} ago)`, id: last.instance, group: keyOf(last.model, last.rank) });
+    found.push({ key, level: failed ? "wrong" : "look", what, why: `${reasonOf(last)} (${about(sums.now - last.heard)} ago)`, id: last.instance, group: keyOf(last) });
   }
 }
 

@@ -109,6 +109,18 @@ export function rank(key) {
   return parts.join(" · ");
 }
 
+/** How a plan's reason begins that a change of version explains. The same as `rfork.weights_version.FIRST`. */
+export const FIRST_OF_VERSION = "first of version";
+
+/** A version as people are shown it: one that rfork made by its first letters. The same as `rfork.weights_version.short`.
+ * @param {string | null | undefined} version @returns {string} empty where it is not settled yet */
+export function shortVersion(version) {
+  const [, kind, id] = /^(commit|files|weights|update|unnamed):([A-Za-z0-9._:-]+)$/.exec(version ?? "") ?? [];
+  if (!kind) return version ?? "";
+  const count = kind === "update" ? id.slice(id.lastIndexOf(":")) : "";
+  return `${kind}:${id.slice(0, 8)}${count}`;
+}
+
 /** The class of an error at the head of a reason, or its first words. @param {string} reason @returns {string} */
 export function kindOf(reason) {
   const head = reason.split(":")[0]?.trim() ?? "";

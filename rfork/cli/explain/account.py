@@ -174,7 +174,8 @@ def _relay_of(fork: ForkView, latest: Mapping[str, ForkView]) -> ForkView | None
 
 
 def row_of(fork: ForkView, models: Sequence[ModelView]) -> ModelView | None:
-    """The row of a fork's model and rank; of several, the one that has medians to tell."""
-    rows = [row for row in models if (row.model, row.rank_key) == (fork.model, fork.rank.key)]
+    """Return the row of a fork's model, version and rank; of several, the one that has medians to tell."""
+    of = (fork.model, fork.version, fork.rank.key)
+    rows = [row for row in models if (row.model, row.version, row.rank_key) == of]
     rows.sort(key=lambda row: (row.fork_s is not None, row.image_bytes == fork.image_bytes))
     return rows[-1] if rows else None

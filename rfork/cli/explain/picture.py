@@ -10,6 +10,7 @@ from rich.text import Text
 from rfork.cli import fleet, units
 from rfork.cli.explain.account import Account
 from rfork.cli.explain.verdict import Verdict, comparison
+from rfork.cli.explain.version import VersionAccount
 from rfork.cli.tables import Cell, Column, Fitting
 
 BAR: Final = 20
@@ -26,13 +27,16 @@ MEANINGS: Final = {
 COLOURS: Final = {"forked": "green", "fallback": "yellow", "failed": "red", "interrupted": "red"}
 
 
-def picture(account: Account, told: Verdict, hosts: dict[str, str]) -> ConsoleRenderable:
+def picture(
+    account: Account, told: Verdict, hosts: dict[str, str], version: VersionAccount | None = None
+) -> ConsoleRenderable:
     """All of it, the verdict last; `hosts` are those of instances, as far as they are known."""
     parts: list[ConsoleRenderable] = [_head(account, hosts)]
     parts += [Text(""), _phases(account)]
     if account.given:
         parts += [Text(""), _sources(account, hosts)]
-    parts += [Text(line) for line in ("", *_facts(account))]
+    words = version.words() if version is not None else ""
+    parts += [Text(line) for line in ("", *([f"version: {words}"] if words else []), *_facts(account))]
     if account.reasons:
         parts += [Text(""), Text("what went wrong, in order", "dim")]
         parts += [Text(f"{number:>3}. {reason}") for number, reason in enumerate(account.reasons, 1)]

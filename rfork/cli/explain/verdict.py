@@ -14,13 +14,29 @@ from rfork.cli import fleet, units
 from rfork.cli.explain.account import Account
 from rfork.cli.explain.advice import advice_on
 from rfork.cli.explain.causes import OWN_WORK, Cause, Loss, main_cause
+from rfork.weights_version import UNSTATED, is_first, short
 
-Kind = Literal["under_way", "fell_back", "failed", "interrupted", "relay"] | Cause
+Kind = (
+    Literal[
+        "under_way", "fell_back", "failed", "interrupted", "relay", "first_of_version", "several_versions"
+    ]
+    | Cause
+)
 """How it ended, where it did not simply fork; else the cause that cost most. `relay`: what it read from was
-itself still receiving."""
+itself still receiving; `first_of_version`: other versions are served, and not this one; `several_versions`:
+the target states no version, and more than one is served."""
 FASTER: Final = 1.5
 """A fork so many times as fast as the relay that it read from was not held up by it."""
 
+
+NEW_VERSION: Final = (
+    "Nothing, in a rollout of new weights: later instances of this version fork from it. If the weights are "
+    "those of the other version, state one version for both (RFORK_VERSION)."
+)
+STATE_ONE: Final = (
+    "State the version that the target is to get, one of those that are served: RFORK_VERSION, "
+    "--rfork-version or version=."
+)
 
 Told = tuple[str, str]
 """What happened, and what to do."""
@@ -38,6 +54,8 @@ class Verdict:
 def verdict(account: Account) -> Verdict:
     """The verdict on any fork, under way or ended."""
     finish, after = account.fork.finish, units.duration(account.seconds)
+    if (told := _by_version(account)) is not None:
+        return told
     if finish is None:
         return _under_way(account)
     if finish.outcome == "fallback":
@@ -63,6 +81,32 @@ def comparison(account: Account) -> str:
         times = account.seconds / account.storage_s
         parts.append(f"{times:.1f} times a load from storage ({_s(account.storage_s)})")
     return ", ".join(parts)
+
+
+def _by_version(account: Account) -> Verdict | None:
+    """Return the verdict on a fork without sources because of its version; None for every other fork."""
+    fork, finish = account.fork, account.fork.finish
+    if finish is not None and finish.outcome not in ("fallback", "failed"):
+        return None
+    if finish is None and fork.plan:
+        return None
+    reason = fork.reason if finish is None else account.reasons[-1] if account.reasons else ""
+    why = reason.removeprefix("NoSource: ").rstrip(".")
+    if UNSTATED in reason:
+        return Verdict("several_versions", f"It got no source: {why}.", STATE_ONE)
+    if not is_first(reason):
+        return None
+    how = "It has no source and loads by itself"
+    if finish is not None:
+        loaded = finish.fallback or "its own loader"
+        how = f"It loaded from {loaded}" if finish.outcome == "fallback" else "It failed to load by itself"
+    return Verdict("first_of_version", f"{how}: {why}.", NEW_VERSION)
+
+
+def _held_by_none(account: Account) -> str:
+    """Return why a fork had to read storage."""
+    version = account.fork.version
+    return f"no instance served version {short(version)}" if version else "nobody held the weights"
 
 
 def _under_way(account: Account) -> Verdict:
@@ -132,7 +176,7 @@ def _governor(account: Account, lost: str) -> Told:
 
 def _storage(account: Account, lost: str) -> Told:
     return (
-        f"It read {account.storage_share:.0%} from storage, since nobody held the weights: {lost}.",
+        f"It read {account.storage_share:.0%} from storage, since {_held_by_none(account)}: {lost}.",
         "Keep a seed running, or put the snapshot on faster storage.",
     )
 
@@ -168,7 +212,7 @@ def _planning(account: Account, lost: str) -> Told:
 
 def _opening(account: Account, lost: str) -> Told:
     return (
-        f"It opened its own snapshot or checkpoint, since nobody held the weights: {lost}.",
+        f"It opened its own snapshot or checkpoint, since {_held_by_none(account)}: {lost}.",
         "Keep a seed running, or look at the disk or the object store that it opened.",
     )
 

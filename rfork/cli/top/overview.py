@@ -21,6 +21,7 @@ class GoingFork:
     instance_id: str
     host: str
     model: str
+    version: str | None
     rank: str
     phase: str
     share: float
@@ -41,6 +42,7 @@ class Trouble:
     instance_id: str
     host: str
     model: str
+    version: str | None
     what: str
 
 
@@ -54,6 +56,7 @@ class Giver:
     instance_id: str
     host: str
     model: str
+    version: str | None
     rank: str
     state: str
     readers: int
@@ -70,6 +73,7 @@ class EndedFork:
     instance_id: str
     host: str
     model: str
+    version: str | None
     outcome: str
     ended_s: float
     seconds: float
@@ -128,6 +132,7 @@ def _going(fork: ForkView, host: str) -> GoingFork:
         instance_id=fork.instance_id,
         host=host,
         model=fork.model,
+        version=fork.version,
         rank=fork.rank.key,
         phase=fleet.phase_of(fork),
         share=fleet.verified_share(fork),
@@ -151,6 +156,7 @@ def _ended(fork: ForkView, host: str) -> EndedFork:
         instance_id=fork.instance_id,
         host=host,
         model=fork.model,
+        version=fork.version,
         outcome=finish.outcome,
         ended_s=fleet.ended_s(fork),
         seconds=finish.seconds,
@@ -164,7 +170,7 @@ def _ended(fork: ForkView, host: str) -> EndedFork:
 
 def _troubles(instances: tuple[InstanceView, ...]) -> list[Trouble]:
     return [
-        Trouble(view.report.instance_id, view.report.placement.host, view.report.model, what)
+        Trouble(view.report.instance_id, view.report.placement.host, view.report.model, view.version, what)
         for view in instances
         if (what := fleet.trouble_of(view))
     ]
@@ -180,6 +186,7 @@ def _givers(instances: tuple[InstanceView, ...], going: tuple[GoingFork, ...]) -
             instance_id=report.instance_id,
             host=report.placement.host,
             model=report.model,
+            version=view.version,
             rank=report.rank.key,
             state=report.state,
             readers=len(report.readers),
@@ -187,6 +194,6 @@ def _givers(instances: tuple[InstanceView, ...], going: tuple[GoingFork, ...]) -
             bytes_per_s=gives[report.instance_id],
             held=report.egress_rate,
         )
-        for report in (view.report for view in instances)
+        for view, report in ((view, view.report) for view in instances)
         if report.state == "serving" or report.readers
     ]

@@ -108,6 +108,7 @@ def _going(forks: Sequence[GoingFork]) -> Section:
     columns = (
         Column(f"forks under way ({len(forks)})", least=15),
         Column("model", least=12, spare=3),
+        Column("version", least=8, spare=5),
         Column("done"),
         Column("rate", right=True),
         Column("left", right=True),
@@ -119,6 +120,7 @@ def _going(forks: Sequence[GoingFork]) -> Section:
         (
             _where(fork.instance_id, fork.host),
             _model(fork.model, fork.rank),
+            units.version(fork.version),
             bar(fork.share),
             units.rate(fork.bytes_per_s),
             "-" if fork.eta_s is None else units.duration(fork.eta_s),
@@ -147,6 +149,7 @@ def _troubles(seen: Overview) -> Section:
 def _models(models: Sequence[ModelView]) -> Section:
     columns = (
         Column(f"models ({len(models)})", least=12),
+        Column("version", least=8, spare=1),
         Column("size", right=True),
         Column("seeds", right=True),
         Column("relays", right=True, spare=6),
@@ -157,10 +160,11 @@ def _models(models: Sequence[ModelView]) -> Section:
         Column("a load", right=True, spare=3),
         Column("saved", right=True, spare=1),
     )
-    ordered = sorted(models, key=lambda row: (-row.forks_running, row.model, row.rank_key))
+    ordered = sorted(models, key=lambda row: (-row.forks_running, row.model, row.rank_key, row.version or ""))
     rows = tuple(
         (
             title,
+            units.version(row.version),
             units.size(row.image_bytes),
             f"{row.seeds:,}",
             f"{row.relays:,}",
@@ -180,6 +184,7 @@ def _givers(seen: Overview) -> Section:
     columns = (
         Column(f"givers ({len(seen.givers)})", least=12),
         Column("model", least=8, spare=1),
+        Column("version", least=8, spare=4),
         Column("as", spare=2),
         Column("readers", right=True),
         Column("gives", right=True, spare=3),
@@ -190,6 +195,7 @@ def _givers(seen: Overview) -> Section:
         (
             _where(giver.instance_id, giver.host),
             _model(giver.model, giver.rank),
+            units.version(giver.version),
             words[giver.state],
             f"{giver.readers} of {giver.slots}",
             units.rate(giver.bytes_per_s) if giver.bytes_per_s else "",
@@ -206,6 +212,7 @@ def _ended(forks: Sequence[EndedFork]) -> Section:
         Column("ago", right=True),
         Column("how"),
         Column("model", least=8, spare=3),
+        Column("version", least=8, spare=4),
         Column("took", right=True),
         Column("rate", right=True, spare=2),
         Column("from, or why", least=10, spare=1),
@@ -216,6 +223,7 @@ def _ended(forks: Sequence[EndedFork]) -> Section:
             units.ago(fork.ended_s),
             Text(fork.outcome, style=COLOURS[fork.outcome]),
             fork.model,
+            units.version(fork.version),
             units.duration(fork.seconds),
             units.rate(fork.bytes_per_s) if fork.bytes_per_s else "-",
             _how(fork),

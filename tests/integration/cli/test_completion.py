@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import at_start
+from tests.unit.planner.builders import VERSION
 
 PATIENT = "import rfork.cli.completion as completion\ncompletion.MOST_S = 60.0\n"
 """The planner is waited for as long as that takes on a busy machine."""
@@ -48,6 +49,7 @@ def test_completion_is_installed(shell: str, words: str, tmp_path: Path) -> None
             {"_TYPER_COMPLETE_ARGS": "rfork status --model ", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
             {"m\t2 seeds"},
         ),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "rfork plan m --version "}, {f'"{VERSION}":"2 seeds of m"'}),
     ],
 )
 def test_names_are_completed(
@@ -55,7 +57,7 @@ def test_names_are_completed(
 ) -> None:
     """Each shell is offered what the planner knows."""
     told = completed(shell, {**variables, **at_start(tmp_path / "patch", PATIENT)}, fleet)
-    assert [] == [word for word in expected if word not in told]
+    assert [] == [word for word in expected if word not in told], told
 
 
 def test_completion_is_silent_without_a_planner() -> None:

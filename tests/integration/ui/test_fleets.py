@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from playwright.sync_api import Page, expect
 
+from rfork.weights_version import short
 from tests.integration.ui.looking import opened, rows, violations
 from tests.ui_fleet import (
     GB,
@@ -18,6 +21,7 @@ from tests.ui_fleet import (
     advance,
     llama,
     play_busy_fleet,
+    play_rollout,
     play_thousand,
     play_trouble,
 )
@@ -95,6 +99,50 @@ def test_a_fleet_at_work(page: Page, fleet: FleetPlayer, planner: str) -> None:
     # Its reader has not told since that it is held to this.
     fleet.report(llama(4), "a2-n11", egress_rate=int(1.4 * GB))
     expect(page.locator("#source-rows")).to_contain_text("at most 1.40 GB/s")
+
+
+def test_a_rollout_of_new_weights(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """Both versions are counted, each has its row and its own fork tree, and nothing needs a look."""
+    opened(page, planner)
+    before, after = play_rollout(fleet)
+    rollout = page.locator("#rollout-list > li")
+    expect(rollout).to_have_text(re.compile(f"{LLAMA}.*6 serving.*1 serving, 3 loading"))
+    assert [before, after] == [each.get_attribute("title") for each in rollout.locator(".version").all()]
+    expect(page.locator("#headline")).to_have_text("All is well")
+    title, models = page.locator("#tree-title"), page.locator("#model-rows tr")
+    expect(title).to_have_text(f"Fork tree of {LLAMA}, {short(after)}")
+    expect(models).to_have_count(2)
+    models.filter(has_text=short(before)).get_by_role("button").click()
+    expect(title).to_have_text(f"Fork tree of {LLAMA}, {short(before)}")
+    expect(page.locator("#tree-words")).to_have_text("nothing is under way; 6 instances in the table")
+    page.locator("#filter").fill(after)
+    expect(models).to_have_count(1)
+    rows(page).filter(has_text="llama-7c9f-01").click()
+    expect(page.locator("#details-body")).to_contain_text(after)
+    assert [] == violations(page)
+
+
+def test_the_first_of_a_version_needs_no_look(page: Page, fleet: FleetPlayer, planner: str) -> None:
+    """It has no source and loads by itself, while others serve the version before: so a rollout begins."""
+    opened(page, planner)
+    fleet.seed("old", "a1-n1", version="v1")
+    for name in ("waits", "loaded"):
+        plan = fleet.ask(name, "a1-n2", version=f"v2-{name}", storage=())
+        assert f"first of version v2-{name} of model {LLAMA}; 1 instance serves v1" == plan.reason
+    why = (f"NoSource: {plan.reason}",)
+    fleet.end("loaded", plan, 30.0, outcome="fallback", fallback="loader:", reasons=why)
+    expect(page.locator("#outcomes")).to_contain_text("1 fell back")
+    expect(page.locator("#headline")).to_have_text("All is well")
+
+
+@pytest.mark.parametrize(
+    "version", ["2026-11-23", f"files:{'a' * 32}", f"commit:{'b' * 40}", "update:llama-7c9f:12", "files:", ""]
+)
+def test_the_page_shortens_versions_as_commands_do(page: Page, planner: str, version: str) -> None:
+    """One version reads the same on the page and in a terminal."""
+    opened(page, planner)
+    shown = page.evaluate("(v) => import('./page/words.js').then((words) => words.shortVersion(v))", version)
+    assert (short(version) if version else "") == shown
 
 
 def test_a_fleet_in_trouble(page: Page, fleet: FleetPlayer, planner: str) -> None:

@@ -39,6 +39,7 @@ def forked(
     fork_id: str = "f1",
     instance_id: str = TARGET,
     reason: str = "",
+    version: str | None = None,
 ) -> ForkView:
     """A fork of 4 GB that has ended; without more, in 4 s over a link of 1 GB/s."""
     given = {SEED: 4 * GB} if sources is None else sources
@@ -59,7 +60,7 @@ def forked(
     state: ForkState = "finished" if outcome in ("forked", "fallback") else "failed"
     return ForkView(
         fork_id=fork_id, instance_id=instance_id, model="llama", rank=Rank(), state=state, finish=finish,
-        held=held or {}, age_s=age_s, chunk_count=4, image_bytes=4 * GB, reason=reason,
+        held=held or {}, age_s=age_s, chunk_count=4, image_bytes=4 * GB, reason=reason, version=version,
     )  # fmt: skip
 
 
@@ -75,6 +76,7 @@ def going(
     fork_id: str = "f2",
     instance_id: str = TARGET,
     reason: str = "",
+    version: str | None = None,
 ) -> ForkView:
     """A fork of 4 GB that is under way, half done."""
     progress = ForkProgress(
@@ -86,7 +88,7 @@ def going(
     return ForkView(
         fork_id=fork_id, instance_id=instance_id, model="llama", rank=Rank(),
         state="running" if plan else "planning", plan=plan, progress=progress if plan else None,
-        held=held or {}, age_s=age_s, chunk_count=4, image_bytes=4 * GB, reason=reason,
+        held=held or {}, age_s=age_s, chunk_count=4, image_bytes=4 * GB, reason=reason, version=version,
     )  # fmt: skip
 
 
@@ -99,6 +101,7 @@ def instance(
     egress_rate: int | None = None,
     quarantined: str | None = None,
     age_s: float = 1.0,
+    version: str | None = None,
 ) -> InstanceView:
     """An instance of 4 chunks that holds all."""
     report = InstanceReport(
@@ -106,14 +109,20 @@ def instance(
         state=state, verified=((0, 4),), address="a:1", placement=Placement(host=host), readers=readers,
         egress_rate=egress_rate,
     )  # fmt: skip
-    return InstanceView(report=report, age_s=age_s, quarantined=quarantined)
+    return InstanceView(report=report, version=version, age_s=age_s, quarantined=quarantined)
 
 
 def model(
-    name: str = "llama", *, fork_s: float | None = None, storage_s: float | None = None, running: int = 0
+    name: str = "llama",
+    *,
+    fork_s: float | None = None,
+    storage_s: float | None = None,
+    running: int = 0,
+    seeds: int = 1,
+    version: str | None = None,
 ) -> ModelView:
     """A row of `/v1/models`."""
     return ModelView(
-        model=name, rank_key=KEY, layout_id="0" * 32, weights_id="1" * 32, image_bytes=4 * GB, seeds=1,
-        relays=0, forks_running=running, fork_s=fork_s, storage_s=storage_s,
+        model=name, rank_key=KEY, layout_id="0" * 32, weights_id="1" * 32, image_bytes=4 * GB, seeds=seeds,
+        version=version, relays=0, forks_running=running, fork_s=fork_s, storage_s=storage_s,
     )  # fmt: skip

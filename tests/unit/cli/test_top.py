@@ -64,6 +64,25 @@ def test_what_it_shows() -> None:
     assert [] == [word for word in expected if word not in text]
 
 
+def test_a_rollout_shows_each_version() -> None:
+    """Two versions of a model are two rows, and forks, givers and ended forks name theirs."""
+    old, new = f"files:91bc01f2{'0' * 24}", "2026-11-23"
+    first = forked(
+        instance_id=SEED, version=new, outcome="fallback",
+        reasons=(f"NoSource: first of version {new} of model llama; 2 instances serve files:91bc01f2",),
+    )  # fmt: skip
+    seen = Fleet(
+        models=(model(version=old, seeds=2), model(version=new, running=1)),
+        instances=(instance(SEED, version=new), instance(RELAY, version=old), instance(TARGET, version=new)),
+        forks=(going(version=new), first),
+    )
+    text = "\n".join(screen(200, 60, Look(seen, 100.0)))
+    assert 5 == text.count(f" {new}  ")
+    assert 2 == text.count("files:91bc01f2  ")
+    assert {"first of its version": 1} == overview(seen).fallbacks
+    assert (new, old) == (overview(seen).going[0].version, overview(seen).models[0].version)
+
+
 def test_what_each_source_gives() -> None:
     """Of several sources of a fork each with its rate, as told; a giver has those of its readers."""
     told = {SEED: 6e8, RELAY: 4e8}
@@ -122,8 +141,8 @@ def test_json_of_a_look() -> None:
         line["error"], line["instances"], line["fallbacks"], line["models"][0]["model"],
     )  # fmt: skip
     assert {
-        "fork_id", "instance_id", "host", "model", "rank", "phase", "share", "bytes_per_s", "eta_s",
-        "seconds", "sources", "source_bytes_per_s", "transports", "held", "reason",
+        "fork_id", "instance_id", "host", "model", "version", "rank", "phase", "share", "bytes_per_s",
+        "eta_s", "seconds", "sources", "source_bytes_per_s", "transports", "held", "reason",
     } == set(line["going"][0])  # fmt: skip
 
 

@@ -8,11 +8,12 @@ import pytest
 from rich.console import Console
 
 from rfork import errors
-from rfork.cli.explain.account import Account, with_upstream
+from rfork.cli.explain.account import Account, row_of, with_upstream
 from rfork.cli.explain.advice import ADVICE, advice_on
 from rfork.cli.explain.causes import losses
 from rfork.cli.explain.picture import picture
-from rfork.cli.explain.verdict import comparison, verdict
+from rfork.cli.explain.verdict import NEW_VERSION, STATE_ONE, comparison, verdict
+from rfork.cli.explain.version import version_account
 from rfork.wire import ForkView
 from tests.unit.cli.fleets import GB, RELAY, SEED, SNAPSHOT, TARGET, forked, going, model
 
@@ -21,6 +22,13 @@ NO_SOURCE = "NoSource: nobody holds llama"
 UNHOLD = (
     "Raise RFORK_EGRESS_RATE on aaaaaaaa, or start another seed. Where it has no such setting, its own work "
     "was slow (RFORK_LATENCY_SETPOINT)."
+)
+
+NEW, OLD = f"files:3fa2c1d0{'0' * 24}", f"files:91bc01f2{'0' * 24}"
+FIRST = "first of version files:3fa2c1d0 of model llama; 4 instances serve files:91bc01f2"
+SEVERAL = (
+    "2 versions of llama are served (a, b) and this target states none: set RFORK_VERSION; no version of "
+    "model llama can be taken over; 2 instances serve a, 1 instance serves b"
 )
 
 CASES: dict[str, tuple[ForkView, str, str, str]] = {
@@ -110,6 +118,44 @@ CASES: dict[str, tuple[ForkView, str, str, str]] = {
         "It took 4.00 s, and its rfork is too old to tell in which phase.",
         "Update rfork on the target to learn more.",
     ),
+    "elected to read storage in a rollout": (
+        forked(seconds=9.0, sources={SNAPSHOT: 4 * GB}, transports={}, version=NEW),
+        "storage",
+        "It read 100% from storage, since no instance served version files:3fa2c1d0: 8.80 s of 9.00 s.",
+        "Keep a seed running, or put the snapshot on faster storage.",
+    ),
+    "first of its version, under way": (
+        going(plan=(), version=NEW, reason=FIRST),
+        "first_of_version",
+        f"It has no source and loads by itself: {FIRST}.",
+        NEW_VERSION,
+    ),
+    "first of its version": (
+        forked(
+            outcome="fallback", fallback="loader", reasons=(f"NoSource: {FIRST}",), sources={}, version=NEW
+        ),
+        "first_of_version",
+        f"It loaded from loader: {FIRST}.",
+        NEW_VERSION,
+    ),
+    "first of its version, and nothing to load": (
+        forked(outcome="failed", reasons=(f"NoSource: {FIRST}",), sources={}, version=NEW),
+        "first_of_version",
+        f"It failed to load by itself: {FIRST}.",
+        NEW_VERSION,
+    ),
+    "several versions are served": (
+        going(plan=(), version="unnamed:r", reason=SEVERAL),
+        "several_versions",
+        f"It got no source: {SEVERAL}.",
+        STATE_ONE,
+    ),
+    "several versions were served": (
+        forked(outcome="failed", reasons=(f"NoSource: {SEVERAL}",), sources={}, version="unnamed:r"),
+        "several_versions",
+        f"It got no source: {SEVERAL}.",
+        STATE_ONE,
+    ),
     "fell back": (
         forked(outcome="fallback", fallback="checkpoint /models/llama", reasons=(GONE, NO_SOURCE)),
         "fell_back",
@@ -186,6 +232,57 @@ def test_verdicts(fork: ForkView, cause: str, text: str, advice: str) -> None:
     """Each kind of fork has its largest cause named, and what to do about it."""
     told = verdict(Account.of(fork))
     assert (cause, text, advice) == (told.cause, told.text, told.advice)
+
+
+@pytest.mark.parametrize(
+    ("fork", "origin", "words"),
+    [
+        (
+            forked(version=NEW, reason="from seed s (0 other readers)"),
+            "own",
+            "files:3fa2c1d0, the fingerprint of its files; now served besides: 4 instances of files:91bc01f2",
+        ),
+        (
+            forked(version=OLD, reason="takes over version files:91bc01f2; from seed s (0 other readers)"),
+            "served",
+            "files:91bc01f2, taken over: the target has none of its own, and this one was served",
+        ),
+        (
+            forked(outcome="fallback", reasons=(f"NoSource: {FIRST}",), version=NEW),
+            "own",
+            "files:3fa2c1d0, the fingerprint of its files; the first instance of it; "
+            "now served besides: 4 instances of files:91bc01f2",
+        ),
+        (
+            going(plan=(), version="unnamed:r", reason=SEVERAL),
+            "none",
+            "unnamed:r, a name for weights of which nothing else is known; "
+            "now served besides: 4 instances of files:91bc01f2",
+        ),
+        (
+            forked(version="2026-11-23"),
+            "own",
+            "2026-11-23, as stated (RFORK_VERSION), or as its snapshot records; "
+            "now served besides: 4 instances of files:91bc01f2",
+        ),
+        (forked(), "own", ""),
+    ],
+    ids=["own", "served", "first", "several", "stated", "none"],
+)
+def test_the_version_of_a_fork_and_where_it_is_from(fork: ForkView, origin: str, words: str) -> None:
+    """Its own, taken over, or the first; with the other versions that are served by now."""
+    rows = [model(version=OLD, seeds=4), model(version=NEW, seeds=0), model("other", version="x")]
+    account = version_account(fork, rows)
+    assert origin == account.origin
+    assert words == account.words()
+
+
+def test_medians_are_those_of_the_forks_version() -> None:
+    """Another version of the model may have other forks."""
+    rows = [model(version=OLD, fork_s=9.0), model(version=NEW, fork_s=2.0)]
+    row = row_of(forked(version=NEW), rows)
+    assert row is not None
+    assert 2.0 == row.fork_s
 
 
 def test_a_relay_is_blamed_on_what_it_read_itself() -> None:

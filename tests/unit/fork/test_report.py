@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,31 @@ def test_the_line_of_a_fork() -> None:
 def test_the_line_of_a_fallback() -> None:
     """What was loaded instead, and the reason that decided it."""
     assert "loaded 3.000 GB from checkpoint /m in 2.50 s, because: NoSource: b" == FALLBACK.line()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"version": "v1", "version_from": "served"},
+            "from 01234567@node-1 (http), version v1 as served; 4/4",
+        ),
+        ({"version": f"files:{'3' * 32}", "first": True}, "(http), first of version files:33333333; 4/4"),
+        ({"version": "v1"}, "from 01234567@node-1 (http); 4/4"),
+    ],
+    ids=["taken over", "first", "own"],
+)
+def test_the_line_names_a_version_that_people_may_not_expect(changes: dict[str, Any], words: str) -> None:
+    """One that was taken over, and one that is the first of its kind."""
+    assert words in replace(FORKED, **changes).line()
+
+
+def test_the_line_of_a_fallback_names_its_version_once() -> None:
+    """The reason has it already, if that is why it fell back."""
+    why = "NoSource: first of version v2 of model m; 1 instance serves v1"
+    first = replace(FALLBACK, version="v2", first=True)
+    assert 1 == replace(first, reasons=(why,)).line().count("first of version v2")
+    assert "in 2.50 s, first of version v2, because: NoSource: b" in first.line()
 
 
 def test_a_fallback_has_no_transfer_speed() -> None:

@@ -313,6 +313,16 @@ def test_a_group_is_orphaned_once_its_last_seed_is_gone() -> None:
     assert [False, False, False, False, True, False] == told
 
 
+def test_a_group_that_drains_as_a_whole_is_not_orphaned() -> None:
+    """So ends the version before, in a rollout of another one."""
+    index = live(seed("s"), seed("u"))
+    index.put(seed("s", state="draining"))
+    index.put(seed("u", state="draining"))
+    assert not index.orphaned
+    index.put(loading("t"))
+    assert index.orphaned
+
+
 def test_a_loader_that_made_no_seed_is_remembered_until_a_seed_comes() -> None:
     """Its fork ended as a fallback: the group's loaders are run by each for itself."""
     finish = ForkFinish(outcome="fallback", seconds=1, bytes_read=0)

@@ -123,6 +123,20 @@ def test_outcomes_fallbacks_and_efficiency_of_ended_forks() -> None:
     )
 
 
+def test_the_first_of_a_version_is_a_fallback_of_its_own_kind() -> None:
+    """Alerts leave it out: a rollout of new weights begins with it."""
+    metrics = Metrics()
+    first = "NoSource: first of version v2 of model m; 4 instances serve v1"
+    several = "NoSource: 2 versions of m are served (v1, v2) and this target states none: set RFORK_VERSION"
+    for reason in (first, several):
+        metrics.ended(finish("fallback", fallback="checkpoint:file:///m", reasons=(reason,)))
+    expected = {
+        "fallback=checkpoint reason=FirstOfVersion": 1.0,
+        "fallback=checkpoint reason=NoSource": 1.0,
+    }
+    assert expected == among(told(metrics), "rfork_planner_fallbacks_total ")
+
+
 def test_the_time_that_forks_took() -> None:
     """By outcome and origin, and by phase; a phase that nobody knows is `other`."""
     metrics = Metrics()

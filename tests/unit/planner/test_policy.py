@@ -198,6 +198,14 @@ def test_a_source_blamed_by_this_fork_is_not_given_again() -> None:
 NOBODY = [
     (group(), "no instance holds model m"),
     (group(other_ranks=("r2", "r3")), "no instance holds model m at rank r; other ranks are held: r2, r3"),
+    (
+        replace(group(other_ranks=("r2",)), version=f"files:{'3' * 32}", other_versions={"v1": 4, "v2": 1}),
+        "first of version files:33333333 of model m; 4 instances serve v1, 1 instance serves v2",
+    ),
+    (
+        replace(group(), version="unnamed:x", other_versions={"v1": 1}),
+        "no version of model m can be taken over; 1 instance serves v1",
+    ),
     (group(seed("s", expires_at=NOW)), "no instance holds model m"),
     (
         group(seed("s", layout_id=OTHER_LAYOUT)),

@@ -7,7 +7,7 @@ import pytest
 from planner.state import State
 from planner.store.records import ForkRecord, Read
 from rfork.wire import ForkFinish, Rank
-from tests.unit.planner.builders import LAYOUT, demand, loading
+from tests.unit.planner.builders import LAYOUT, demand, loading, whole
 from tests.unit.planner.records import GROUP, fork, instance
 
 OTHER = GROUP._replace(model="other")
@@ -101,6 +101,23 @@ def test_other_ranks_of_a_model_are_known() -> None:
     known = state()
     known.apply([instance("a"), instance("b", rank=Rank(tp=1, tp_size=2)), instance("c", model="other")])
     assert (Rank(tp=1, tp_size=2).key,) == known.other_ranks(GROUP)
+
+
+def test_a_model_is_mixed_while_two_versions_of_it_are_served() -> None:
+    """Targets, draining instances, updates in place and other models do not count."""
+    known = state()
+
+    def put(name: str, version: str, **changes: object) -> None:
+        known.apply([replace(instance(name), report=whole(name, version=version, **changes))])
+
+    put("a", "v1")
+    put("b", "v2", state="loading", verified=())
+    put("c", "v3", state="draining")
+    put("d", "update:r:1")
+    put("e", "v4", model="other")
+    assert set() == known.mixed_models()
+    put("f", "v2")
+    assert {"m"} == known.mixed_models()
 
 
 def test_readers_from_before_a_restart_count_until_they_ask() -> None:

@@ -1,0 +1,64 @@
+"""What a fork's report says of its version, through a real planner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from torch import nn
+
+import rfork
+from planner.service import running
+from rfork.fork.report import ForkReport
+from rfork.settings import PlannerSettings, Settings
+
+
+@pytest.fixture
+def settings() -> Iterator[Settings]:
+    """Settings for a planner of this process, which knows a seed of version v1."""
+    with running(PlannerSettings(port=0, batch_s=0)) as url:
+        chosen = Settings(planner=url, transports=("http",))
+        with rfork.seed(nn.Linear(8, 8), model="net", version="v1", settings=chosen) as seed:
+            assert seed.wait_acknowledged(30)
+            yield chosen
+
+
+def fork(settings: Settings, **options: object) -> ForkReport:
+    """Fork the model into a new module, and end its source at once."""
+    report = rfork.fork(nn.Linear(8, 8), model="net", settings=settings, **options)  # type: ignore[arg-type]
+    assert report.seed is not None
+    report.seed.close()
+    return report
+
+
+def test_a_version_that_was_taken_over_is_reported(settings: Settings) -> None:
+    """The target had none of its own."""
+    report = fork(settings)
+    assert "served" == report.version_from
+    assert "version v1 as served" in report.line()
+    assert "v1" == report.to_dict()["version"]
+
+
+def test_a_version_that_was_stated_is_the_targets_own(settings: Settings) -> None:
+    """Its line is the usual one."""
+    report = fork(settings, version="v1")
+    assert "own" == report.version_from
+    assert "version" not in report.line()
+
+
+def test_the_first_of_a_version_says_so(settings: Settings) -> None:
+    """It loads by itself, though instances of the model are there."""
+    report = fork(settings, version="v2", loader=lambda module: None)
+    assert report.first
+    assert "own" == report.version_from
+    assert "from loader:, first of version v2; 1/1 chunks verified" in report.line()
+
+
+def test_a_target_between_two_versions_took_over_none(settings: Settings) -> None:
+    """It loads by itself, and its line says why."""
+    with rfork.seed(nn.Linear(8, 8), model="net", version="v2", settings=settings) as seed:
+        assert seed.wait_acknowledged(30)
+        report = fork(settings, loader=lambda module: None)
+    assert "none" == report.version_from
+    assert not report.first
+    assert "from loader:, as several versions are served and this target states none; " in report.line()

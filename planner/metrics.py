@@ -18,6 +18,7 @@ from prometheus_client import (
 )
 
 from planner.durations import Origin, origin_of
+from planner.policy.reasons import is_first_of_version
 from planner.store.records import ForkRecord, InstanceRecord
 from rfork import errors
 from rfork.fields import ON_KERNELS, InstanceState, Outcome, SourceKind, StorageKind
@@ -41,6 +42,8 @@ PHASES: Final = ("capture", "offer", "plan", "transfer", "resume", "fallback", "
 TOGETHER: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 EFFICIENCY: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
 TRANSPORTS: Final = (*get_args(TransportName), "other")
+FIRST_OF_VERSION: Final = "FirstOfVersion"
+"""The reason of a fallback that each rollout to new weights has once."""
 MOST_BYTES: Final = 1 << 60
 """What one source of one fork can be told to have given; a counter must not overflow for one caller."""
 
@@ -65,6 +68,8 @@ class Metrics:
         self._fallbacks = self._counter(
             "fallbacks", "Forks that loaded otherwise: what, and the last error before", "fallback", "reason"
         )
+        for kind in get_args(StorageKind):
+            self._fallbacks.labels(kind, FIRST_OF_VERSION)
         self._faults = self._counter("source_faults", "Faults that targets reported", "fault", "error")
         self._quarantines = self._counter("quarantines", "Sources put into quarantine")
         self._bytes = self._counter(
@@ -163,7 +168,9 @@ class Metrics:
             self._bytes.labels(source_kind(source)).inc(min(max(verified_bytes, 0), MOST_BYTES))
         if finish.outcome == "fallback":
             fallback = source_kind(finish.fallback) if finish.fallback else "loader"
-            self._fallbacks.labels(fallback, _error_kind(finish.reasons[-1] if finish.reasons else "")).inc()
+            last = finish.reasons[-1] if finish.reasons else ""
+            kind = FIRST_OF_VERSION if is_first_of_version(last) else _error_kind(last)
+            self._fallbacks.labels(fallback, kind).inc()
         if finish.efficiency is not None and math.isfinite(finish.efficiency):
             self._efficiency.observe(finish.efficiency)
 

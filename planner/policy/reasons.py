@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 NAMED: Final = 8
 """Most instances that a reason names."""
+_FIRST: Final = "first of version "
 
 
 def how(
@@ -77,11 +78,16 @@ def nobody(group: Group, others: Sequence[Source]) -> str:
             f"other ranks are held: {', '.join(group.other_ranks[:NAMED])}"
         )
     if group.other_versions:
-        return f"first of {model}; {_served(group.other_versions)}"
+        return f"{_FIRST}{short(group.version)} of model {group.model}; {served(group.other_versions)}"
     return f"no instance holds {model}"
 
 
-def _served(versions: Mapping[str, int]) -> str:
+def is_first_of_version(reason: str) -> bool:
+    """Return whether a fork ended for this reason, an error's text: other versions of its model are served."""
+    return reason.startswith(f"NoSource: {_FIRST}")
+
+
+def served(versions: Mapping[str, int]) -> str:
     """Return how many instances serve which versions, as ``4 instances serve files:91bc01f2``."""
     most = sorted(versions, key=lambda version: (-versions[version], version))
     parts = [

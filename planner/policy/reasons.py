@@ -72,18 +72,18 @@ def nobody(group: Group, others: Sequence[Source]) -> str:
     model = f"{version}model {group.model}"
     if others:
         return other_layouts(group, others, f"{model} at rank {group.rank_key}")
+    if group.other_versions:
+        return f"{_FIRST}{short(group.version)} of model {group.model}; {served(group.other_versions)}"
     if group.other_ranks:
         return (
             f"no instance holds {model} at rank {group.rank_key}; "
             f"other ranks are held: {', '.join(group.other_ranks[:NAMED])}"
         )
-    if group.other_versions:
-        return f"{_FIRST}{short(group.version)} of model {group.model}; {served(group.other_versions)}"
     return f"no instance holds {model}"
 
 
 def is_first_of_version(reason: str) -> bool:
-    """Return whether a fork ended for this reason, an error's text: other versions of its model are served."""
+    """Return whether an error's text says that only other versions of the fork's model are served."""
     return reason.startswith(f"NoSource: {_FIRST}")
 
 

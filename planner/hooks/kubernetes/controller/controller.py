@@ -152,9 +152,7 @@ class Controller:
         if memory.announced or memory.told_away:
             # Where all of a workload is gone, its namespace may be too, in which nobody can be told any more.
             known = announcing.own_names(seen)
-            memory.announced = {
-                uid: one for uid, one in memory.announced.items() if one.about.uid in known
-            }
+            memory.announced = {uid: one for uid, one in memory.announced.items() if one.about.uid in known}
             memory.told_away = {uid: about for uid, about in memory.told_away.items() if uid in known}
         return seen
 

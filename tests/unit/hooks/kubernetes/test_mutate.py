@@ -115,9 +115,7 @@ def test_a_pod_that_states_no_version_gets_none() -> None:
 
 def test_a_version_that_the_container_sets_stays() -> None:
     """The Pod's notes name the variable."""
-    own = pod(
-        container(env=[{"name": "RFORK_VERSION", "value": "v0"}]), annotations={names.VERSION: "v1"}
-    )
+    own = pod(container(env=[{"name": "RFORK_VERSION", "value": "v0"}]), annotations={names.VERSION: "v1"})
     made, notes = change(own, hook())
     assert "v0" == environment_of(made)["RFORK_VERSION"]
     assert ("left as the Pod sets them: RFORK_VERSION",) == notes

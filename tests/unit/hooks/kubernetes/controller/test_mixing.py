@@ -7,6 +7,7 @@ from typing import Final
 
 import pytest
 
+from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.cluster import PodSeen
 from planner.hooks.kubernetes.controller.mixing import begins, find_mixes
 from planner.hooks.kubernetes.controller.scene import Look, scene
@@ -116,8 +117,6 @@ async def test_a_rollout_that_ends_is_reported_no_more(stage: Stage) -> None:
 
 async def test_a_stated_version_is_announced(stage: Stage) -> None:
     """The Event names it, too."""
-    from planner.hooks.kubernetes import names
-
     deployment = stage.cluster.deploy(1, 0, template_annotations={names.VERSION: "v2"})
     await stage.step()
     stage.cluster.scale(deployment, 2)

@@ -1,6 +1,6 @@
 """What people are told by Events: how each Pod's fork ended, what the webhook could not do, what is expected.
 
-A Pod that loads by itself because it is the first of its version is normal: each rollout to new weights has one.
+A Pod that loads by itself as the first of its version is normal: each rollout to new weights has one.
 
 Each thing is told once: a replica that comes to lead tells what happens from then on. What happened before,
 the one that led before has told; what happened while none led stands in the planner's lists and log alone.

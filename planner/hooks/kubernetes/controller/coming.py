@@ -152,7 +152,7 @@ def _by_version(
     together: int,
     scaleup_s: float,
 ) -> list[Coming]:
-    """Return a scale-up for each version; `begun`: version and begin of each Pod, or of each group of Pods."""
+    """Return a scale-up for each version; `begun`: version and begin of each Pod, or of each group."""
     times: dict[str | None, list[float]] = {}
     for version, since in begun:
         times.setdefault(version, []).append(since)

@@ -48,6 +48,8 @@ several are served; none, as another rank of the replica has another version."""
 TOGETHER: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 EFFICIENCY: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
 TRANSPORTS: Final = (*get_args(TransportName), "other")
+FIRST_OF_VERSION: Final = "FirstOfVersion"
+"""The reason of a fallback that each rollout to new weights has once."""
 MOST_BYTES: Final = 1 << 60
 """What one source of one fork can be told to have given; a counter must not overflow for one caller."""
 
@@ -83,6 +85,8 @@ class Metrics:
             "fallback",
             "reason",
         )
+        for kind in get_args(StorageKind):
+            self._fallbacks.labels(kind, FIRST_OF_VERSION)
         self._faults = self._counter("source_faults", "Faults that targets reported", "fault", "error")
         self._quarantines = self._counter("quarantines", "Sources put into quarantine")
         self._bytes = self._counter(

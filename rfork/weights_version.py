@@ -56,6 +56,11 @@ def is_unnamed(version: str) -> bool:
     return version.startswith("unnamed:")
 
 
+def is_comparable(version: str) -> bool:
+    """Return whether different versions of this form mean different weights."""
+    return not version.startswith(("unnamed:", "update:"))
+
+
 def is_single(rank: Rank) -> bool:
     """Return whether the rank holds a whole model by itself."""
     return rank.tp_size * rank.pp_size * rank.ep_size == 1

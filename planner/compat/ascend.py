@@ -2,7 +2,8 @@
 
 All data is in headers, in the requests and in the answers; bodies are empty. `SEED_KEY` alone is what is
 matched: the client puts model, deployment, topology and its ranks into it, so `SEED_RANK` only tells
-seeds of one address apart. A seed is an instance and a lease is a fork, so that lists, metrics, drain,
+seeds of one address apart. The protocol has no version of the weights: operators put it into the model's
+name, which is part of the key. A seed is an instance and a lease is a fork, so that lists, metrics, drain,
 expiry and the store work for both:
 
 * the instance has one chunk, the transport `ascend` and ids derived from the key: no fork of rfork's own

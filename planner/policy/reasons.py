@@ -81,9 +81,9 @@ def nobody(group: Group, others: Sequence[Source]) -> str:
     if others:
         return other_layouts(group, others, f"{model} at rank {group.rank_key}")
     if group.other_versions and is_unnamed(group.version):
-        return f"no version of model {group.model} can be taken over; {_served(group.other_versions)}"
+        return f"no version of model {group.model} can be taken over; {served(group.other_versions)}"
     if group.other_versions:
-        return f"{FIRST} {short(group.version)} of model {group.model}; {_served(group.other_versions)}"
+        return f"{FIRST} {short(group.version)} of model {group.model}; {served(group.other_versions)}"
     if group.other_ranks:
         return (
             f"no instance holds {model} at rank {group.rank_key}; "
@@ -92,7 +92,7 @@ def nobody(group: Group, others: Sequence[Source]) -> str:
     return f"no instance holds {model}"
 
 
-def _served(versions: Mapping[str, int]) -> str:
+def served(versions: Mapping[str, int]) -> str:
     """Return how many instances serve which versions, as ``4 instances serve files:91bc01f2``."""
     most = sorted(versions, key=lambda version: (-versions[version], version))
     parts = [

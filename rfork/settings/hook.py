@@ -58,6 +58,7 @@ class HookSettings(BaseSettings):
     look_s: float = Field(2.0, gt=0, description="seconds between two looks at the planner")
     scaleup_s: float = Field(900.0, gt=0, le=86_400, description="seconds that Pods of a scale-up may take to come; those are not waited for that come later")
     grace_s: float = Field(10.0, ge=0, description="seconds after which a Pod whose containers are ready is so too, if the planner does not know it; without a readinessProbe or startupProbe that says nothing, and it is `scaleup_s`")
+    versions_s: float = Field(3600.0, gt=0, description="seconds after which several versions of a model among the Pods of one workload are reported; less than that is a rollout")
     topology: bool = Field(True, description="tell Pods the zone, rack and NVLink domain of their node as they are bound to it, by the labels named next; off: Nodes are not watched")
     zone_label: str = Field("topology.kubernetes.io/zone", description="label of Nodes that tells their zone")
     rack_label: str = Field("topology.kubernetes.io/rack", description="label of Nodes that tells their rack")

@@ -43,6 +43,8 @@ class Surroundings:
             "LANG": "C.UTF-8",
             "PYTHONUNBUFFERED": "1",
             "HF_HUB_OFFLINE": "1",
+            # The code that is tested, where that is not the installed one.
+            **({"PYTHONPATH": path} if (path := os.environ.get("PYTHONPATH")) else {}),
         }
     )
     """What an image would set."""

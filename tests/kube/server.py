@@ -1,7 +1,8 @@
 """A server as users have them, small: a module that forks itself, gives itself on, and answers over HTTP.
 
-``python tests/kube/server.py PORT MEBIBYTES [SECONDS]`` in a container that the webhook changed: all else
-comes from RFORK_*. Its own loader makes weights of a fixed seed, and takes SECONDS. /health answers 200
+``python tests/kube/server.py PORT MEBIBYTES [SECONDS [FOLDER]]`` in a container that the webhook changed:
+all else comes from RFORK_*. Its own loader makes weights of a fixed seed, and takes SECONDS; with a FOLDER it
+loads the checkpoint in there instead (see `write_checkpoint`). /health answers 200
 once the weights are there; /digest says their SHA-256 and how they came; /metrics looks like vLLM's.
 """
 
@@ -13,8 +14,10 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import rfork
@@ -24,11 +27,41 @@ from rfork.signals import stopped_by_signal, wait_until
 TENSORS = 8
 
 
+def new_module(mebibytes: int) -> nn.Module:
+    """Return a module of this size, whose weights may be anything."""
+    return nn.ParameterList(
+        nn.Parameter(torch.empty((mebibytes << 18) // TENSORS, dtype=torch.float32), requires_grad=False)
+        for _ in range(TENSORS)
+    )
+
+
+def fill(module: nn.Module, seed: int) -> None:
+    """Give the module the weights of this seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.data.uniform_(generator=generator)
+
+
+def write_checkpoint(folder: Path, mebibytes: int, seed: int) -> str:
+    """Write a checkpoint that a server of this size can load; return the digest that it then answers."""
+    module = new_module(mebibytes)
+    fill(module, seed)
+    folder.mkdir()
+    save_file(module.state_dict(), folder / "model.safetensors")
+    return digest_of(module)
+
+
+def digest_of(module: nn.Module) -> str:
+    """Return the SHA-256 of all weights."""
+    return hashlib.sha256(b"".join(each.numpy().tobytes() for each in module.parameters())).hexdigest()
+
+
 def main() -> None:
     """Serve until SIGTERM."""
     port, mebibytes = int(sys.argv[1]), int(sys.argv[2])
     seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
     settings = load(Settings)
+    folder = sys.argv[4] if len(sys.argv) > 4 else None
     told = {"digest": "", "line": ""}
 
     class Answers(BaseHTTPRequestHandler):
@@ -45,21 +78,20 @@ def main() -> None:
     server = ThreadingHTTPServer((settings.bind, port), Answers)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
-    module = nn.ParameterList(
-        nn.Parameter(torch.empty((mebibytes << 18) // TENSORS, dtype=torch.float32), requires_grad=False)
-        for _ in range(TENSORS)
-    )
+    module = new_module(mebibytes)
 
     def make(module: nn.Module) -> None:
         time.sleep(seconds)
-        generator = torch.Generator().manual_seed(7)
-        for parameter in module.parameters():
-            parameter.data.uniform_(generator=generator)
+        fill(module, 7)
 
-    report = rfork.fork(module, model=settings.model or "tests", loader=make)
-    digest = hashlib.sha256(b"".join(parameter.numpy().tobytes() for parameter in module.parameters()))
+    report = rfork.fork(
+        module,
+        model=settings.model or "tests",
+        checkpoint=folder,
+        loader=make if folder is None else None,
+    )
     print(report.line(), flush=True)
-    told.update(digest=digest.hexdigest(), line=report.line())
+    told.update(digest=digest_of(module), line=report.line())
     wait_until(ended)
     if report.seed is not None:
         report.seed.close(settings.drain_s)

@@ -15,6 +15,8 @@ MODEL: Final = "rfork.dev/model"
 # Annotations of a Pod that users set.
 MODEL_NAME: Final = "rfork.dev/model-name"
 """The model's name where a label cannot say it (``org/name``)."""
+VERSION: Final = "rfork.dev/version"
+"""Version of the model's weights: RFORK_VERSION. Without the annotation, the label of this name counts."""
 CONTAINER: Final = "rfork.dev/container"
 """The engine's container, where several could be."""
 ENGINE: Final = "rfork.dev/engine"

@@ -16,7 +16,7 @@ from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.engine_container import Engine, engine_of, engines_container
 from planner.hooks.kubernetes.shapes import PodShape
 from rfork.errors import SettingsError
-from rfork.fields import ModelName, Text, told
+from rfork.fields import ModelName, Text, WeightsVersion, told
 
 Files = Literal["none", "init", "image"]
 SameHost = Literal["true", "false", "ipc"]
@@ -42,6 +42,8 @@ class Wanted:
     """``ipc``: with the node's IPC and PID namespaces on top."""
     drain_s: float | None = None
     required: bool = False
+    version: str | None = None
+    """Of the weights; None: the instance finds it out by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ def _read(pod: PodShape) -> Wanted:
         same_host=_one_of(annotations, names.SAME_HOST, get_args(SameHost)),
         drain_s=_drain_s(annotations),
         required=_one_of(annotations, names.REQUIRED, get_args(Switch)) == "true",
+        version=_version(pod.metadata.labels, annotations),
     )
 
 
@@ -117,6 +120,17 @@ def _model(labels: Mapping[str, str], annotations: Mapping[str, str]) -> str:
         raise SettingsError(
             f"{where} holds no name of a model",
             hint=f"name it in the label {names.MODEL}, or, where that cannot say it, in {names.MODEL_NAME}",
+        ) from None
+
+
+def _version(labels: Mapping[str, str], annotations: Mapping[str, str]) -> str | None:
+    if (version := annotations.get(names.VERSION, labels.get(names.VERSION))) is None:
+        return None
+    try:
+        return TypeAdapter(WeightsVersion).validate_python(version, strict=True)
+    except ValidationError:
+        raise SettingsError(
+            f"{names.VERSION} holds no version of weights", hint="it has to be 1 to 256 printable characters"
         ) from None
 
 

@@ -35,6 +35,8 @@ def environment(
     """
     yield _value("RFORK_PLANNER", planner_url)
     yield _value("RFORK_MODEL", wanted.model)
+    if wanted.version is not None:
+        yield _value("RFORK_VERSION", wanted.version)
     yield _field("RFORK_REPLICA", "metadata.uid")
     yield _field("RFORK_POD_NAMESPACE", "metadata.namespace")
     yield _field("RFORK_POD_NAME", "metadata.name")

@@ -43,6 +43,25 @@ def test_get_seed_answers_in_headers_alone(web: httpx.Client) -> None:
     )  # fmt: skip
 
 
+def test_keys_that_differ_only_in_a_version_never_meet(web: httpx.Client) -> None:
+    """Each client gets the seed of its own version, and none where only the other version has one."""
+    old, new = (KEY.replace("qwen3", f"qwen3@{version}") for version in ("v1", "v2"))
+    add(web, key=old)
+    assert 404 == get(web, new).status_code
+    add(web, OTHER, key=new)
+    assert OTHER["SEED_IP"] == get(web, new).headers["SEED_IP"]
+    assert SEED["SEED_IP"] == get(web, old).headers["SEED_IP"]
+
+
+def test_seed_keys_are_versions(web: httpx.Client, planner: PlannerClient) -> None:
+    """The lists show that two keys stand for different weights."""
+    add(web, key="qwen3@v1$0")
+    add(web, OTHER, key="qwen3@v2$0")
+    versions = [view.version or "" for view in planner.instances()]
+    assert 2 == len(set(versions))
+    assert all(version.startswith("seed-key:") for version in versions)
+
+
 def test_the_statuses_of_one_seeds_life(web: httpx.Client) -> None:
     """Each call of the table, in an order that meets each of its answers."""
     never = {**SEED, "USER_ID": "nobody"}

@@ -103,6 +103,15 @@ def test_storage_egress_is_told_from_what_was_forked() -> None:
     )
 
 
+def test_the_first_of_a_version_is_a_fallback_for_a_reason_of_its_own() -> None:
+    """Each rollout to new weights has one, of which no alert is raised."""
+    metrics = Metrics()
+    reason = "NoSource: first of version v2 of model m; 4 instances serve v1"
+    metrics.ended(finish("fallback", fallback="loader", reasons=(reason,)))
+    found = among(told(metrics), "rfork_planner_fallbacks_total ")
+    assert {"fallback=loader reason=FirstOfVersion": 1.0} == found
+
+
 def test_outcomes_fallbacks_and_efficiency_of_ended_forks() -> None:
     """A fallback is told with the last error before it; only forks that say it count for efficiency."""
     metrics = Metrics()

@@ -6,6 +6,7 @@ import pytest
 
 from planner.fleet import Group, Place, Share, Source, distance
 from rfork.image.ranges import Range
+from rfork.weights_version import is_first
 from tests.unit.planner.builders import (
     LAYOUT,
     NOW,
@@ -224,6 +225,15 @@ NOBODY = [
 def test_where_nobody_holds_the_layout_the_reason_says_what_there_is(fleet: Group, expected: str) -> None:
     """Model, rank and layout are told apart, and a differing layout names whom to compare with."""
     assert expected == decide(fleet, loading("t")).reason
+
+
+def test_the_first_of_a_version_is_told_which_versions_are_served() -> None:
+    """Also where other ranks of its own replica are known already."""
+    fleet = replace(group(other_ranks=("r2",)), version="v2", other_versions={"v1": 4})
+    reason = decide(fleet, loading("t")).reason
+    assert "first of version v2 of model m; 4 instances serve v1" == reason
+    assert is_first(f"NoSource: {reason}")
+    assert not is_first(f"NoSource: {decide(group(), loading('t')).reason}")
 
 
 def test_a_refusal_tells_of_other_layouts_too() -> None:

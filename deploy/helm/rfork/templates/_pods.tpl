@@ -211,6 +211,7 @@ readinessProbe:
 - {name: RFORK_HOOK_LOOK_S, value: {{ $controller.lookSeconds | quote }}}
 - {name: RFORK_HOOK_SCALEUP_S, value: {{ $controller.scaleupSeconds | quote }}}
 - {name: RFORK_HOOK_GRACE_S, value: {{ $controller.graceSeconds | quote }}}
+- {name: RFORK_HOOK_VERSIONS_S, value: {{ $controller.versionsSeconds | quote }}}
 {{- end }}
 
 {{- define "rfork.scalerEnv" -}}

@@ -1,8 +1,8 @@
 """Replicas that are about to come are announced to the planner, so that one plan covers all of them.
 
-A scale-up is named by the UID of its workload: another replica of the controller, or a new start of this
-one, goes on with it. Only names that this controller could have given are ever withdrawn, for others (a
-second cluster, an autoscaler) may announce to the same planner.
+A scale-up is named by the UID of its workload and the version that its Pods state: another replica of the
+controller, or a new start of this one, goes on with it. Only names that this controller could have given are
+ever withdrawn, for others (a second cluster, an autoscaler) may announce to the same planner.
 
 The planner counts by itself who comes. It is told again only where it and this controller differ in how many
 are left: at once where a workload is to have more replicas, for those have no Pods yet; else after two looks,
@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final
 
-from planner.hooks.kubernetes.controller.coming import Coming, Waited
+from planner.hooks.kubernetes.controller.coming import Coming, Waited, workload_uid
 from planner.hooks.kubernetes.controller.scene import Scene
 from rfork.wire import ScaleUpView
 
@@ -43,13 +43,19 @@ def spoken_of(
     `before`: the same of last time; None: at the first time of a replica that comes to lead. What the planner
     knows then somebody has told of.
     """
+    expected: dict[str, int] = {}
+    known: dict[str, int] = {}
+    for name, one in waited.coming.items():
+        uid, replicas = workload_uid(name), one.scaleup.replicas
+        expected[uid] = expected.get(uid, 0) + replicas
+        known[uid] = known.get(uid, 0) + min(replicas, _left(one, told.get(name)) or 0)
     found: dict[str, int] = {}
     for uid, size in waited.sizes.items():
-        one, left = waited.coming.get(uid), _left(waited.coming.get(uid), told.get(uid))
-        if one is None or (left is not None and left >= one.scaleup.replicas):
+        unknown = expected.get(uid, 0) - known.get(uid, 0)
+        if not unknown:
             found[uid] = size
         elif before is None:
-            found[uid] = size - one.scaleup.replicas + (left or 0)
+            found[uid] = size - unknown
         else:
             found[uid] = min(size, before.get(uid, 0))
     return found
@@ -64,10 +70,14 @@ def differing(
 ) -> dict[str, Differs]:
     """Where the planner, of the scale-ups that it knows, expects others than are waited for.
 
-    `before`: the same of last time; `look_at`: when `told` was fetched.
+    `own`: UIDs of whatever this controller may have announced replicas of. `before`: the same of last time;
+    `look_at`: when `told` was fetched.
     """
     found: dict[str, Differs] = {}
-    for uid in {*wanted, *own} & told.keys():
+    own = set(own)
+    for uid in told:
+        if uid not in wanted and workload_uid(uid) not in own:
+            continue
         one = wanted.get(uid)
         left = _left(one, told[uid]) or 0
         if one is not None and one.scaleup.replicas == left:
@@ -115,7 +125,7 @@ def to_withdraw(
 
 
 def own_names(scene: Scene) -> set[str]:
-    """Ids that this controller gives to what it sees now, and gave to Pods that are gone."""
+    """UIDs of all that this controller may announce replicas of, and of Pods that are gone."""
     found = set(scene.workloads)
     for pods in (scene.pods, scene.gone):
         found.update(pod.owner.uid if pod.owner else uid for uid, pod in pods.items())

@@ -1,8 +1,14 @@
-"""Which replicas are about to ask for their forks: those without Pods yet, and Pods that have not asked."""
+"""Which replicas are about to ask for their forks: those without Pods yet, and Pods that have not asked.
+
+During a rollout the Pods of one workload may state different versions of the weights: each version that is
+stated is a scale-up of its own, since instances share weights only with those of their version.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,11 +17,20 @@ from pydantic import ValidationError
 from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.cluster import ObjectRef, PodSeen, WorkloadSeen
 from planner.hooks.kubernetes.controller.owners import Owners, pods_of_replica
-from planner.hooks.kubernetes.controller.scene import Scene, answers, ended, joins, model_of, unschedulable
+from planner.hooks.kubernetes.controller.scene import (
+    Scene,
+    answers,
+    ended,
+    joins,
+    model_of,
+    unschedulable,
+    version_of,
+)
 from rfork.wire import ScaleUp
 
 LEAST_S: Final = 1.0
 MOST_BY: Final = 256
+_OF_VERSION: Final = re.compile(r"\.[0-9a-f]{8}$")
 
 
 @dataclass(frozen=True)
@@ -38,13 +53,15 @@ class Coming:
 
 @dataclass(frozen=True)
 class Waited:
-    """Who is waited for, all by the scale-up's id."""
+    """Who is waited for."""
 
     coming: dict[str, Coming]
+    """By the scale-up's id."""
     rises: dict[str, Rise]
-    """To be handed in next time."""
+    """To be handed in next time; by the workload's UID."""
     sizes: dict[str, int]
-    """Replicas that each workload is to have; of others the Pods that there are. Also where nobody comes."""
+    """Replicas that each workload is to have; of others the Pods that there are. Also where nobody comes.
+    By the workload's UID."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,18 @@ class _Unit:
     comes: bool
     """It has a node, or may get one, and has not asked for its forks yet."""
     since: float
+    version: str | None
+    """Version of the weights that its Pods state."""
+
+
+def scaleup_id(uid: str, version: str | None) -> str:
+    """Return the id of the scale-up of a workload's replicas that state this version."""
+    return uid if version is None else f"{uid}.{hashlib.sha256(version.encode()).hexdigest()[:8]}"
+
+
+def workload_uid(scaleup_id: str) -> str:
+    """Return the UID of the workload that a scale-up is of; the inverse of `scaleup_id`."""
+    return _OF_VERSION.sub("", scaleup_id)
 
 
 def coming(scene: Scene, rises: Mapping[str, Rise], scaleup_s: float) -> Waited:
@@ -79,24 +108,21 @@ def coming(scene: Scene, rises: Mapping[str, Rise], scaleup_s: float) -> Waited:
     left: dict[str, Rise] = {}
     sizes = {uid: workload.replicas for uid, workload in scene.workloads.items()}
     for uid, workload in scene.workloads.items():
-        one, rise = _of_workload(scene, workload, pods.get(uid, []), rises.get(uid), scaleup_s)
-        if one is not None:
-            found[uid] = one
+        ones, rise = _of_workload(scene, workload, pods.get(uid, []), rises.get(uid), scaleup_s)
+        found.update((one.scaleup.scaleup_id, one) for one in ones)
         if rise is not None:
             left[uid] = rise
     for uid, members in others.items():
-        one = _of_others(scene, uid, members, scaleup_s)
-        if one is not None:
-            found[uid] = one
+        found.update((one.scaleup.scaleup_id, one) for one in _of_others(scene, members, scaleup_s))
         sizes[uid] = len(members)
     return Waited(found, left, sizes)
 
 
 def _of_workload(
     scene: Scene, workload: WorkloadSeen, pods: list[PodSeen], before: Rise | None, scaleup_s: float
-) -> tuple[Coming | None, Rise | None]:
+) -> tuple[list[Coming], Rise | None]:
     if workload.deleting or workload.template_annotations.get(names.INJECT) == "false":
-        return None, None
+        return [], None
     units = _units(scene, workload, pods)
     together = 1 if workload.kind == "LeaderWorkerSet" else pods_of_replica(workload)
     missing = max(0, workload.replicas - len(units))
@@ -104,22 +130,47 @@ def _of_workload(
     if missing:
         risen = before is None or missing > before.missing
         rise = Rise(missing, scene.now if risen or before is None else before.since)
-    begun = [unit.since for unit in units if unit.comes]
-    begun += [rise.since] * missing if rise is not None else []
-    model = model_of(workload.template_labels, workload.template_annotations)
-    return _coming(scene, workload.uid, workload.ref, model, begun, together, scaleup_s), rise
+    template = workload.template_labels, workload.template_annotations
+    begun = [(unit.version, unit.since) for unit in units if unit.comes]
+    begun += [(version_of(*template), rise.since)] * missing if rise is not None else []
+    return _by_version(scene, workload.ref, model_of(*template), begun, together, scaleup_s), rise
 
 
-def _of_others(scene: Scene, uid: str, pods: list[PodSeen], scaleup_s: float) -> Coming | None:
+def _of_others(scene: Scene, pods: list[PodSeen], scaleup_s: float) -> list[Coming]:
     """Pods of a Job, of a ReplicaSet alone, or one that nobody made: there is no telling how many follow."""
-    begun = [_since(pod) for pod in pods if _comes(scene, pod)]
+    begun = [(_stated(pod), _since(pod)) for pod in pods if _comes(scene, pod)]
     first = pods[0]
-    about = first.owner or first.ref
-    return _coming(scene, uid, about, model_of(first.labels, first.annotations), begun, 1, scaleup_s)
+    model = model_of(first.labels, first.annotations)
+    return _by_version(scene, first.owner or first.ref, model, begun, 1, scaleup_s)
+
+
+def _by_version(
+    scene: Scene,
+    about: ObjectRef,
+    model: str,
+    begun: Iterable[tuple[str | None, float]],
+    together: int,
+    scaleup_s: float,
+) -> list[Coming]:
+    """Return a scale-up for each version; `begun`: version and begin of each Pod, or of each group."""
+    times: dict[str | None, list[float]] = {}
+    for version, since in begun:
+        times.setdefault(version, []).append(since)
+    ones = (
+        _coming(scene, about, model, version, of_version, together, scaleup_s)
+        for version, of_version in times.items()
+    )
+    return [one for one in ones if one is not None]
 
 
 def _coming(
-    scene: Scene, uid: str, about: ObjectRef, model: str, begun: list[float], together: int, scaleup_s: float
+    scene: Scene,
+    about: ObjectRef,
+    model: str,
+    version: str | None,
+    begun: list[float],
+    together: int,
+    scaleup_s: float,
 ) -> Coming | None:
     left = [since + scaleup_s - scene.now for since in begun if scene.now - since < scaleup_s]
     if not left:
@@ -127,20 +178,21 @@ def _coming(
     by = f"{about.kind.lower()}/{about.namespace}/{about.name}"
     try:
         scaleup = ScaleUp(
-            scaleup_id=uid,
+            scaleup_id=scaleup_id(about.uid, version),
             model=model,
+            version=version,
             replicas=-(-len(left) // together),
             expires_in_s=min(max(*left, LEAST_S), scaleup_s),
             by=by[:MOST_BY],
         )
     except ValidationError:
-        return None  # a name that no model has: its Pods' forks are refused for it too, and say so
+        return None  # a name that no model or version has: the webhook leaves its Pods alone, and says so
     return Coming(about, scaleup)
 
 
 def _units(scene: Scene, workload: WorkloadSeen, pods: list[PodSeen]) -> list[_Unit]:
     if workload.kind != "LeaderWorkerSet":
-        return [_Unit(_comes(scene, pod), _since(pod)) for pod in pods]
+        return [_Unit(_comes(scene, pod), _since(pod), _stated(pod)) for pod in pods]
     groups: dict[str, list[PodSeen]] = {}
     for pod in pods:
         groups.setdefault(pod.labels.get(names.LWS_GROUP, pod.uid), []).append(pod)
@@ -150,6 +202,7 @@ def _units(scene: Scene, workload: WorkloadSeen, pods: list[PodSeen]) -> list[_U
             not any(scene.knows(pod) or unschedulable(pod) for pod in group)
             and any(_comes(scene, pod) for pod in group),
             max(map(_since, group)),
+            next(filter(None, map(_stated, group)), None),
         )
         for group in groups.values()
     ]
@@ -158,6 +211,10 @@ def _units(scene: Scene, workload: WorkloadSeen, pods: list[PodSeen]) -> list[_U
 def _comes(scene: Scene, pod: PodSeen) -> bool:
     """Whether the Pod is about to ask for its fork: it has not, and can, and has not served without."""
     return joins(pod) and not (scene.knows(pod) or answers(pod) or unschedulable(pod))
+
+
+def _stated(pod: PodSeen) -> str | None:
+    return version_of(pod.labels, pod.annotations)
 
 
 def _since(pod: PodSeen) -> float:

@@ -20,6 +20,7 @@ from planner.hooks.kubernetes.controller import (
     coming,
     keeping,
     leaving,
+    mixing,
     readiness,
     telling,
     traced,
@@ -151,7 +152,7 @@ class Controller:
         if memory.announced or memory.told_away:
             # Where all of a workload is gone, its namespace may be too, in which nobody can be told any more.
             known = announcing.own_names(seen)
-            memory.announced = {uid: one for uid, one in memory.announced.items() if uid in known}
+            memory.announced = {uid: one for uid, one in memory.announced.items() if one.about.uid in known}
             memory.told_away = {uid: about for uid, about in memory.told_away.items() if uid in known}
         return seen
 
@@ -162,7 +163,8 @@ class Controller:
             return None  # nobody knows who has come
         memory, told, look_at = self._memory, seen.look.scaleups, seen.look.at
         waited = coming.coming(seen, memory.rises, self._settings.scaleup_s)
-        own = {*memory.announced_at, *self.world.workloads.gone, *announcing.own_names(seen)}
+        announced = map(coming.workload_uid, memory.announced_at)
+        own = {*announced, *self.world.workloads.gone, *announcing.own_names(seen)}
         memory.rises = waited.rises
         memory.spoken = announcing.spoken_of(memory.spoken, waited, told)
         memory.differs = announcing.differing(waited.coming, told, own, memory.differs, look_at)
@@ -178,14 +180,15 @@ class Controller:
             return
         memory, look = self._memory, seen.look
         spoken = memory.spoken or {}
-        rose = {uid for uid in waited.coming if waited.sizes[uid] > spoken.get(uid, 0)}
+        sizes = {name: waited.sizes[coming.workload_uid(name)] for name in waited.coming}
+        rose = {name for name, size in sizes.items() if size > spoken.get(coming.workload_uid(name), 0)}
+        urgent = {name for name in rose if coming.workload_uid(name) in seen.workloads}
         announced_s = {uid: seen.now - at for uid, at in memory.announced_at.items()}
-        urgent = rose & seen.workloads.keys()
         for one in announcing.to_announce(
             waited.coming, look.scaleups, memory.differs, urgent, announced_s, look.at
         ):
             uid = one.scaleup.scaleup_id
-            news = waited.sizes[uid] if uid in rose else None
+            news = sizes[uid] if uid in rose else None
             yield Action("announce", uid, partial(self._announce, one, news), traced.of_scaleup(one))
         for uid in announcing.to_withdraw(waited.coming, look.scaleups, memory.differs, look.at):
             yield Action("withdraw", uid, partial(self._withdraw, uid), {"scaleup": uid})
@@ -197,8 +200,8 @@ class Controller:
         memory.announced_at[uid] = self._clock()
         self._with_scaleups({**(self._look or Look()).scaleups, uid: view})
         if news is not None:
-            memory.announced[one.about.uid] = telling.expected(one, view)
-            memory.spoken = {**(memory.spoken or {}), uid: news}
+            memory.announced[uid] = telling.expected(one, view)
+            memory.spoken = {**(memory.spoken or {}), one.about.uid: news}
 
     async def _withdraw(self, uid: str) -> None:
         await self._fleet.withdraw(uid)
@@ -254,6 +257,7 @@ class Controller:
     def _events(self, seen: Scene, waited: coming.Waited | None) -> list[telling.Telling]:
         memory = self._memory
         found = list(self._part("telling", lambda: telling.decide(seen, memory.told.keys())) or ())
+        found += self._part("mixing", lambda: self._mixed(seen)) or ()
         if seen.away_since is None:
             memory.affected = {}
             return found + [telling.planner_back(about) for about in memory.told_away.values()]
@@ -262,6 +266,18 @@ class Controller:
             new = memory.affected.keys() - memory.told_away.keys()
             found += [telling.planner_away(memory.affected[uid]) for uid in sorted(new)]
         return found
+
+    def _mixed(self, seen: Scene) -> list[telling.Telling]:
+        """Find the workloads that have several versions, and report those that have had them for long."""
+        if self._look is None or seen.away_since is not None:
+            return []  # those known last are kept: it is not known that they changed
+        memory, limit_s = self._memory, self._settings.versions_s
+        mixes = mixing.find_mixes(seen)
+        memory.mixed = mixing.begins(mixes.keys(), memory.mixed, seen.now)
+        long = {uid: since for uid, since in memory.mixed.items() if seen.now - since >= limit_s}
+        self._metrics.mixed_versions.set(len(long))
+        found = (telling.mixed_versions(mixes[uid], since, limit_s) for uid, since in sorted(long.items()))
+        return [one for one in found if not one.keys <= memory.told.keys()]
 
     def _telling(self, tellings: Iterable[telling.Telling]) -> Iterator[Action]:
         for one in tellings:
@@ -276,8 +292,7 @@ class Controller:
         await self._cluster.tell(one.about, one.kind, one.reason, one.message)
         memory = self._memory
         remember(memory.told, one.keys)
-        if memory.announced.get(one.about.uid) is one:
-            del memory.announced[one.about.uid]
+        memory.announced = {uid: kept for uid, kept in memory.announced.items() if kept is not one}
         if one.reason == telling.AWAY:
             memory.told_away[one.about.uid] = one.about
         elif one.reason == telling.BACK:

@@ -16,7 +16,7 @@ from typing import Final
 from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.cluster import PodSeen
 from planner.hooks.kubernetes.controller.scene import Scene, all_ranks, ended, is_seed
-from rfork.wire import InstanceReport
+from rfork.wire import InstanceView
 
 IDLE: Final = "87001"
 """A seed that nobody reads from."""
@@ -28,8 +28,8 @@ OURS: Final = frozenset({IDLE, READ, LAST})
 PAUSE_S: Final = 10.0
 """Least time between two changes of one Pod's cost."""
 
-Weights = tuple[str, str, str, str | None]
-"""Model, rank, layout and weights: what seeds hold alike."""
+Weights = tuple[str, str | None, str, str, str | None]
+"""Model, version, rank, layout and weights: what seeds hold alike."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def decide(scene: Scene, changed: Mapping[str, float]) -> tuple[Cost, ...]:
     seeds: dict[Weights, int] = {}
     for view in scene.look.instances:
         if is_seed(view):
-            held = _weights(view.report)
+            held = _weights(view)
             seeds[held] = seeds.get(held, 0) + 1
     read = {share.source_id for fork in scene.look.forks if fork.finish is None for share in fork.plan}
     found: list[Cost] = []
@@ -71,7 +71,7 @@ def _cost(scene: Scene, pod: PodSeen, seeds: Mapping[Weights, int], read: set[st
         return None
     own: dict[Weights, int] = {}
     for view in views:
-        held = _weights(view.report)
+        held = _weights(view)
         own[held] = own.get(held, 0) + 1
     if any(seeds[held] == count for held, count in own.items()):
         return LAST
@@ -80,5 +80,6 @@ def _cost(scene: Scene, pod: PodSeen, seeds: Mapping[Weights, int], read: set[st
     return IDLE
 
 
-def _weights(report: InstanceReport) -> Weights:
-    return report.model, report.rank.key, report.layout_id, report.weights_id
+def _weights(view: InstanceView) -> Weights:
+    report = view.report
+    return report.model, view.version, report.rank.key, report.layout_id, report.weights_id

@@ -33,6 +33,8 @@ class Memory:
     removed: dict[str, None] = field(default_factory=dict)
     changed: dict[str, float] = field(default_factory=dict)
     """When each Pod's cost was changed last, by UID."""
+    mixed: dict[str, float] = field(default_factory=dict)
+    """Since when the Pods of each workload have several versions of a model, by UID."""
     said: dict[str, Said] = field(default_factory=dict)
     told: dict[str, None] = field(default_factory=dict)
     """What Events are about that were told, the first first: some planner's list may have it once more."""
@@ -41,7 +43,7 @@ class Memory:
     told_away: dict[str, ObjectRef] = field(default_factory=dict)
     """Those of them that were told so."""
     announced: dict[str, Telling] = field(default_factory=dict)
-    """What is still to be told of scale-ups, by the UID of whom it is about."""
+    """What is still to be told of scale-ups, by their id."""
 
 
 def remember(kept: dict[str, None], keys: Iterable[str]) -> None:

@@ -22,6 +22,11 @@ class Metrics:
         self.coming = Gauge(
             "rfork_controller_coming_replicas", "Replicas that are waited for", registry=registry
         )
+        self.mixed_versions = Gauge(
+            "rfork_controller_mixed_versions",
+            "Workloads whose Pods have had several versions of a model for longer than RFORK_HOOK_VERSIONS_S",
+            registry=registry,
+        )
         self.actions = Counter(
             "rfork_controller_actions", "What was done: scale-ups announced, Events told, …", ("action",),
             registry=registry,

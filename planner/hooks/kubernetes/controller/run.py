@@ -141,3 +141,4 @@ class _Loop:
         if not leads:  # what only a leader knows
             self._metrics.planner_away.set(0)
             self._metrics.coming.set(0)
+            self._metrics.mixed_versions.set(0)

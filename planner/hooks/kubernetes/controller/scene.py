@@ -151,6 +151,11 @@ def model_of(labels: Mapping[str, str], annotations: Mapping[str, str]) -> str:
     return annotations.get(names.MODEL_NAME) or labels.get(names.MODEL, "")
 
 
+def version_of(labels: Mapping[str, str], annotations: Mapping[str, str]) -> str | None:
+    """Return the version of the weights that a Pod, or its template, states."""
+    return annotations.get(names.VERSION, labels.get(names.VERSION))
+
+
 def complete(report: InstanceReport) -> bool:
     """Whether it holds every chunk of weights that it can name."""
     return report.weights_id is not None and count(report.verified) == report.chunk_count
@@ -172,6 +177,14 @@ def all_ranks(pod: PodSeen, ranks: Iterable[Rank]) -> bool:
     for rank in ranks:
         there.setdefault((rank.role, rank.tp_size, rank.pp_size), set()).add((rank.tp, rank.pp))
     return all(len(found) >= tp_size * pp_size for (_, tp_size, pp_size), found in there.items())
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as people are told it: ``1 h``, ``90 min``, ``5 s``."""
+    for unit, scale in (("h", 3600), ("min", 60)):
+        if seconds >= scale and seconds % scale == 0:
+            return f"{seconds / scale:.0f} {unit}"
+    return f"{seconds:g} s"
 
 
 def size(nbytes: float) -> str:

@@ -1,5 +1,7 @@
 """What people are told by Events: how each Pod's fork ended, what the webhook could not do, what is expected.
 
+A Pod that loads by itself as the first of its version is normal: each rollout to new weights has one.
+
 Each thing is told once: a replica that comes to lead tells what happens from then on. What happened before,
 the one that led before has told; what happened while none led stands in the planner's lists and log alone.
 """
@@ -7,6 +9,7 @@ the one that led before has told; what happened while none led stands in the pla
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -15,6 +18,7 @@ from typing import Final
 from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.cluster import EventType, ObjectRef, PodSeen
 from planner.hooks.kubernetes.controller.coming import Coming
+from planner.hooks.kubernetes.controller.mixing import Mix
 from planner.hooks.kubernetes.controller.owners import Owners
 from planner.hooks.kubernetes.controller.readiness import latest, waits
 from planner.hooks.kubernetes.controller.scene import (
@@ -22,11 +26,15 @@ from planner.hooks.kubernetes.controller.scene import (
     Scene,
     all_ranks,
     answers,
+    duration,
     ended,
+    is_seed,
     joins,
     pod_uid,
     size,
 )
+from planner.policy.reasons import served
+from rfork.weights_version import is_first, is_unnamed, short
 from rfork.wire import ForkFinish, ForkView, ScaleUpView, source_kind
 
 YOUNG_S: Final = 300.0
@@ -76,8 +84,9 @@ def made_before(pods: Iterable[PodSeen]) -> frozenset[str]:
 def expected(one: Coming, view: ScaleUpView) -> Telling:
     """A scale-up was announced; `view` is the planner's answer."""
     number = one.scaleup.replicas
-    replicas = "1 replica is expected" if number == 1 else f"{number} replicas are expected"
-    return Telling(one.about, "Normal", "ScaleUp", _cut(f"{replicas}: {view.reason}"), frozenset())
+    of_version = f" of version {short(one.scaleup.version)}" if one.scaleup.version is not None else ""
+    replicas = f"1 replica{of_version} is" if number == 1 else f"{number} replicas{of_version} are"
+    return Telling(one.about, "Normal", "ScaleUp", _cut(f"{replicas} expected: {view.reason}"), frozenset())
 
 
 def affected(scene: Scene, coming: Iterable[str]) -> dict[str, ObjectRef]:
@@ -100,6 +109,20 @@ def planner_away(about: ObjectRef) -> Telling:
 def planner_back(about: ObjectRef) -> Telling:
     """It answers again."""
     return Telling(about, "Normal", BACK, "the planner answers again", frozenset())
+
+
+def mixed_versions(mix: Mix, since: float, limit_s: float) -> Telling:
+    """Pods of one workload have several versions of a model for longer than a rollout takes."""
+    counts = sorted(mix.pods.items(), key=lambda each: (-each[1], each[0]))
+    listed = ", ".join(
+        f"{number} Pod{' has' if number == 1 else 's have'} {short(version)}" for version, number in counts
+    )
+    message = (
+        f"{len(counts)} versions of {mix.model} for more than {duration(limit_s)}: {listed}: "
+        "finish the rollout, or roll back"
+    )
+    key = f"{mix.about.uid}/versions/{since}"
+    return Telling(mix.about, "Warning", "MixedVersions", _cut(message), frozenset({key}))
 
 
 def _of_webhook(scene: Scene, pod: PodSeen, told: AbstractSet[str]) -> Iterable[Telling]:
@@ -135,8 +158,39 @@ def _of_forks(
     if others and scene.now - max(_ended_at(scene, fork) for fork in new) < RANKS_S:
         return
     keys = frozenset(map(_key, new))
-    kind, reason, message = _outcome(scene, pod, ends)
+    kind, reason, message = _first_of_version(scene, pod, new) or _outcome(scene, pod, ends)
+    version = next((fork.version for fork in new if fork.version and not is_unnamed(fork.version)), None)
+    if reason == "Forked" and version is not None:
+        message = f"{message}, version {short(version)}"
     yield Telling(pod.ref, kind, reason, _cut(message), keys)
+
+
+def _first_of_version(
+    scene: Scene, pod: PodSeen, forks: Sequence[ForkView]
+) -> tuple[EventType, str, str] | None:
+    """Return the Event of a Pod that loaded by itself while only other versions were served; else None."""
+    if not all(fork.finish is not None and _loaded_alone(fork.finish) for fork in forks):
+        return None
+    for fork in forks:
+        others = Counter(
+            view.version
+            for view in scene.look.instances
+            if view.version is not None
+            and view.version != fork.version
+            and is_seed(view)
+            and (view.report.model, view.report.rank.key) == (fork.model, fork.rank.key)
+        )
+        if fork.version is not None and others:
+            message = f"loads by itself: first of version {short(fork.version)}; {served(others)}"
+            return "Normal", "FirstOfVersion", message
+    return None
+
+
+def _loaded_alone(finish: ForkFinish) -> bool:
+    """Return whether the target read no peer, and no source failed it."""
+    if finish.outcome == "forked":
+        return bool(finish.sources) and all(source_kind(source) != "peer" for source in finish.sources)
+    return finish.outcome == "fallback" and any(map(is_first, finish.reasons[-1:]))
 
 
 def _outcome(scene: Scene, pod: PodSeen, finishes: Sequence[ForkFinish]) -> tuple[EventType, str, str]:

@@ -47,6 +47,7 @@ def instance(
     start: str = "00",
     age_s: float = 1.0,
     quarantined: str | None = None,
+    version: str | None = None,
     **changes: object,
 ) -> InstanceView:
     """One rank of a Pod; whole and serving."""
@@ -64,7 +65,7 @@ def instance(
         transports=("http",),
         placement=Placement(host="node-1", pod=f"default/of-{uid[:8]}"),
     ).model_copy(update=changes)
-    return InstanceView(report=report, age_s=age_s, quarantined=quarantined)
+    return InstanceView(report=report, version=version, age_s=age_s, quarantined=quarantined)
 
 
 def fork(
@@ -81,6 +82,7 @@ def fork(
     reasons: tuple[str, ...] = (),
     plan: tuple[str, ...] = (),
     reason: str = "",
+    version: str | None = None,
 ) -> ForkView:
     """The fork of one rank of a Pod: under way, or ended as `outcome` says. `plan`: whom it reads from."""
     finish = None
@@ -96,6 +98,7 @@ def fork(
         fork_id=f"fork-{instance_id(uid, rank, start)}",
         instance_id=instance_id(uid, rank, start),
         model=MODEL,
+        version=version,
         rank=rank or Rank(),
         state=state,
         plan=tuple(Share(source_id=source, chunks=WHOLE) for source in plan),

@@ -102,6 +102,25 @@ def test_what_is_annotated_goes_before_settings() -> None:
     assert ("initContainers" in made["spec"], "PYTHONPATH" in seen) == (False, False)
 
 
+def test_a_stated_version_is_set_as_it_stands() -> None:
+    """Kubernetes expands no reference in it."""
+    made = environment_of(injected(pod(annotations={names.VERSION: "v1-$(X)"})))
+    assert "v1-$$(X)" == made["RFORK_VERSION"]
+
+
+def test_a_pod_that_states_no_version_gets_none() -> None:
+    """The instance then finds out the version of its files."""
+    assert "RFORK_VERSION" not in environment_of(injected(pod()))
+
+
+def test_a_version_that_the_container_sets_stays() -> None:
+    """The Pod's notes name the variable."""
+    own = pod(container(env=[{"name": "RFORK_VERSION", "value": "v0"}]), annotations={names.VERSION: "v1"})
+    made, notes = change(own, hook())
+    assert "v0" == environment_of(made)["RFORK_VERSION"]
+    assert ("left as the Pod sets them: RFORK_VERSION",) == notes
+
+
 def test_nothing_drains_where_no_time_is_given() -> None:
     """Then the server waits for its readers itself, in the time that it had."""
     made = injected(pod(), drain_s=0)

@@ -223,6 +223,21 @@ REFUSALS = [
         "the Pod is not well-formed: spec.containers.0.command:",
     ),
     (
+        "an empty version",
+        pod(annotations={names.VERSION: ""}),
+        "rfork.dev/version holds no version of weights: it has to be 1 to 256 printable characters",
+    ),
+    (
+        "a version of two lines",
+        pod(annotations={names.VERSION: "v1\nv2"}),
+        "rfork.dev/version holds no version of weights: it has to be 1 to 256 printable characters",
+    ),
+    (
+        "a version that is too long",
+        pod(annotations={names.VERSION: "v" * 257}),
+        "rfork.dev/version holds no version of weights: it has to be 1 to 256 printable characters",
+    ),
+    (
         "a name that is a number",
         pod({**container(), "name": 5}),
         "the Pod is not well-formed: spec.containers.0.name:",
@@ -245,6 +260,7 @@ def test_annotations_are_read() -> None:
     annotations = {
         names.MODEL_NAME: "org/llama", names.SNAPSHOT: "s3://b/$(M)", names.FILES: "init",
         names.SAME_HOST: "ipc", names.DRAIN_S: "2.5", names.REQUIRED: "true", names.INJECT: "true",
+        names.VERSION: "2026-11-23",
     }  # fmt: skip
     expected = Wanted(
         "org/llama",
@@ -255,8 +271,29 @@ def test_annotations_are_read() -> None:
         same_host="ipc",
         drain_s=2.5,
         required=True,
+        version="2026-11-23",
     )
     assert expected == wanted(pod(annotations=annotations))
+
+
+@pytest.mark.parametrize(
+    ("labels", "annotations", "expected"),
+    [
+        ({}, {}, None),
+        ({}, {names.VERSION: "v" * 256}, "v" * 256),
+        ({names.VERSION: "v1"}, {}, "v1"),
+        ({names.VERSION: "v1"}, {names.VERSION: "v2"}, "v2"),
+    ],
+)
+def test_the_version_is_the_annotations_else_the_labels(
+    labels: dict[str, str], annotations: dict[str, str], expected: str | None
+) -> None:
+    """A Pod without either states no version."""
+    document = pod(annotations=annotations)
+    document["metadata"]["labels"] |= labels
+    found = wanted(document)
+    assert isinstance(found, Wanted)
+    assert expected == found.version
 
 
 @pytest.mark.parametrize(

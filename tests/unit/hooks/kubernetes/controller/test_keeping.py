@@ -52,6 +52,11 @@ SEEDS = [instance(uid(number)) for number in (5, 6)]
             {"pod-5": LAST, "pod-6": LAST}, id="each the last that holds its weights",
         ),
         pytest.param(
+            [one(5), one(6), one(7)],
+            [*(instance(uid(n), version="v1") for n in (5, 6)), instance(uid(7), version="v2")], [],
+            {"pod-5": IDLE, "pod-6": IDLE, "pod-7": LAST}, id="the last of its version, with equal weights",
+        ),
+        pytest.param(
             [one(5), one(6)], [SEEDS[0], instance(uid(6), quarantined="it lied")], [], {"pod-5": LAST},
             id="one that nobody reads from is none",
         ),

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
 from planner.app import create_app
+from planner.hooks.kubernetes import names
 from planner.hooks.kubernetes.cluster import PodSeen
 from planner.hooks.kubernetes.controller.controller import Controller
 from planner.hooks.kubernetes.controller.metrics import Metrics
@@ -111,7 +112,11 @@ async def test_scaled_from_one_to_four(whole: Whole) -> None:
     told = [f"{event.about} {event.reason}: {event.message}" for event in whole.cluster.events]
     assert [
         "Deployment/serve-1 ScaleUp: 3 replicas are expected: they fork from 1 seed",
-        *(f"Pod/{pod.name} Forked: forked 15.2 GB from {seed.name} in 3.1 s, 1 source" for pod in pods),
+        *(
+            f"Pod/{pod.name} Forked: forked 15.2 GB from {seed.name} in 3.1 s, 1 source, "
+            "version weights:11111111"
+            for pod in pods
+        ),
     ] == told
     opened = {write.pod for write in whole.cluster.writes if write.value.startswith("True ")}
     assert {pod.name for pod in (seed, *pods)} == opened
@@ -130,3 +135,46 @@ async def test_a_killed_pod(whole: Whole) -> None:
     assert [instance_id(seed.uid)] == left
     assert ["failed"] == [fork.state for fork in await whole.fleet.forks()]
     assert [(1, 0)] == await whole.step(0.1)
+
+
+async def _exit_reason(whole: Whole, pod: PodSeen) -> str | None:
+    """Return why the Pod's instance may not end yet; None: it may."""
+    answer = (await whole.web.get(f"/v1/instances/{instance_id(pod.uid)}/exit")).raise_for_status().json()
+    return None if answer["may_exit"] else answer["reason"]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("v2", None),
+        ("v1", "it is the last that holds version v1 of these weights, and 1 replica is expected"),
+    ],
+    ids=["new weights", "the same weights"],
+)
+async def test_the_last_seed_waits_for_replicas_of_its_version_only(
+    whole: Whole, template: str, expected: str | None
+) -> None:
+    """A rollout to a new version does not hold back the last Pod of the old one."""
+    deployment = whole.cluster.deploy(1, 1, template_annotations={names.VERSION: "v1"})
+    annotations = {names.INJECTED: "1", names.VERSION: "v1"}
+    (old,) = whole.cluster.create(deployment, annotations=annotations)
+    await whole.reports(instance(old.uid).report.model_copy(update={"version": "v1"}))
+    whole.cluster.ready(old)
+    await whole.step()
+    changed = whole.cluster.deploy(1, 1, template_annotations={names.VERSION: template})
+    whole.cluster.create(
+        changed, template="77777", annotations={names.INJECTED: "1", names.VERSION: template}
+    )
+    await whole.step()
+    assert expected == await _exit_reason(whole, old)
+
+
+async def test_old_replicas_that_come_are_not_counted_as_new_ones(whole: Whole) -> None:
+    """A Deployment is scaled up in the middle of its rollout: each version is a scale-up of its own."""
+    deployment = whole.cluster.deploy(1, 4, template_annotations={names.VERSION: "v2"})
+    for version, hashed in (("v1", "11111"), ("v2", "22222")):
+        annotations = {names.INJECTED: "1", names.VERSION: version}
+        whole.cluster.create(deployment, 2, template=hashed, annotations=annotations)
+    await whole.step()
+    found = {view.scaleup.version: view.scaleup.replicas for view in await whole.fleet.scaleups()}
+    assert {"v1": 2, "v2": 2} == found

@@ -17,7 +17,7 @@ from planner.hooks.kubernetes.controller.announcing import (
     to_announce,
     to_withdraw,
 )
-from planner.hooks.kubernetes.controller.coming import Coming, Rise, Waited, coming
+from planner.hooks.kubernetes.controller.coming import Coming, Rise, Waited, coming, scaleup_id, workload_uid
 from planner.hooks.kubernetes.controller.scene import Look, scene
 from rfork.wire import ScaleUp, ScaleUpView
 from tests.unit.hooks.kubernetes.fake_cluster import MODEL, pod, uid, workload
@@ -163,6 +163,70 @@ def test_the_models_name(template: tuple[dict[str, str], dict[str, str]], expect
     one = workload(1, 1, template_labels=template[0], template_annotations=template[1])
     found = coming(scene(NOW, {}, {one.uid: one}), {}, LONGEST).coming
     assert ([expected] if expected else []) == [each.scaleup.model for each in found.values()]
+
+
+V1, V2 = {names.INJECTED: "1", names.VERSION: "v1"}, {names.INJECTED: "1", names.VERSION: "v2"}
+ROLLING = workload(1, 4, template_annotations={names.VERSION: "v2"})
+
+
+@pytest.mark.parametrize(
+    ("one", "pods", "known", "expected"),
+    [
+        pytest.param(ROLLING, [], [], {"v2": 4}, id="no Pods yet: all of the template's"),
+        pytest.param(
+            ROLLING, [fresh(5, annotations=V1), fresh(6, annotations=V1), fresh(7, annotations=V2)], [],
+            {"v1": 2, "v2": 2}, id="old Pods that have not come, one that is new, and one that is missing",
+        ),
+        pytest.param(
+            ROLLING, [*(fresh(n, annotations=V1) for n in (5, 6, 7, 8)), fresh(9, annotations=V2)],
+            [5, 6, 7, 8], {"v2": 1}, id="a rolling update's surge",
+        ),
+        pytest.param(
+            workload(1, 4), [fresh(5, annotations=V1)], [], {"v1": 1, None: 3}, id="no longer stated",
+        ),
+        pytest.param(
+            workload(1, 2, template_labels={names.MODEL: MODEL, names.VERSION: "v3"}), [], [], {"v3": 2},
+            id="by a label",
+        ),
+        pytest.param(
+            workload(1, 2, template_annotations={names.VERSION: "two\nlines"}), [], [], {},
+            id="no version: the webhook leaves such Pods alone",
+        ),
+        pytest.param(
+            LWS, [member(5, "a", annotations=V1), member(6, "a", annotations=V1)], [], {"v1": 1, None: 2},
+            id="a group",
+        ),
+    ],
+)  # fmt: skip
+def test_each_version_is_a_scale_up_of_its_own(
+    one: WorkloadSeen, pods: Sequence[PodSeen], known: Sequence[int], expected: dict[str | None, int]
+) -> None:
+    """Pods count for the version that they state, and replicas without Pods for the template's."""
+    look = Look(NOW, tuple(instance(uid(number), "loading", chunks=0) for number in known))
+    found = coming(scene(NOW, {pod.uid: pod for pod in pods}, {one.uid: one}, look), {}, LONGEST).coming
+    assert expected == {each.scaleup.version: each.scaleup.replicas for each in found.values()}
+
+
+def test_pods_of_a_job_are_counted_by_version() -> None:
+    """A Job has no template that is known here."""
+    pods = [fresh(5, None, owner=JOB, annotations=V1), fresh(6, None, owner=JOB, annotations=V2)]
+    found = coming(scene(NOW, {pod.uid: pod for pod in pods}), {}, LONGEST).coming
+    assert {"v1": 1, "v2": 1} == {each.scaleup.version: each.scaleup.replicas for each in found.values()}
+
+
+def test_the_id_of_a_scale_up_names_its_workload() -> None:
+    """A version makes another id of the same workload, and no version leaves the UID as it is."""
+    assert uid(1) == scaleup_id(uid(1), None)
+    assert scaleup_id(uid(1), "v1") != scaleup_id(uid(1), "v2")
+    assert [uid(1)] * 2 == [workload_uid(scaleup_id(uid(1), version)) for version in (None, "v1")]
+
+
+def test_a_version_that_is_no_longer_awaited_is_withdrawn() -> None:
+    """Its scale-up is this controller's, though its id is none of a workload that is there."""
+    name = scaleup_id(uid(1), "v1")
+    told = {name: announced(ScaleUp(scaleup_id=name, model=MODEL, version="v1", replicas=1))}
+    first = differing({}, told, (uid(1),), {}, LOOK - 2)
+    assert (name,) == to_withdraw({}, told, differing({}, told, (uid(1),), first, LOOK), LOOK)
 
 
 @pytest.mark.parametrize(

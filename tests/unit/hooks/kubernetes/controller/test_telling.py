@@ -81,6 +81,39 @@ def test_how_a_fork_ended(one: PodSeen, forks: Sequence[ForkView], expected: lis
     assert expected == told(seen(forks, one))
 
 
+NEW, OLD_VERSION = "files:" + "3f" * 16, "files:" + "91" * 16
+FIRST = ("NoSource: first of version files:3f3f3f3f of model llama; 4 instances serve files:91919191",)
+CHECKPOINT = {"checkpoint:file:///models/llama": 15_200_000_000}
+
+
+@pytest.mark.parametrize(
+    ("forks", "expected"),
+    [
+        ([fork(uid(5), "fallback", fallback="loader", reasons=FIRST, version=NEW)],
+         "Normal FirstOfVersion: loads by itself: first of version files:3f3f3f3f; "
+         "1 instance serves files:91919191"),
+        ([fork(uid(5), "forked", sources=CHECKPOINT, version=NEW)],
+         "Normal FirstOfVersion: loads by itself: first of version files:3f3f3f3f; "
+         "1 instance serves files:91919191"),
+        # Of the version that is served.
+        ([fork(uid(5), "forked", sources=CHECKPOINT, version=OLD_VERSION)],
+         "Normal Loaded: read 15.2 GB from checkpoint:file:///models/llama in 3.1 s, for itself and others"),
+        # It had sources, and lost them.
+        ([fork(uid(5), "fallback", fallback="loader", reasons=(*FIRST, "SourceGone: why"), version=NEW)],
+         "Warning FellBack: fell back to loader: why"),
+        ([fork(uid(5), "forked", sources={instance_id(uid(6)): 15_200_000_000}, version=OLD_VERSION)],
+         "Normal Forked: forked 15.2 GB from pod-6 in 3.1 s, 1 source, version files:91919191"),
+        ([fork(uid(5), "forked", sources={instance_id(uid(6)): 15_200_000_000}, version="unnamed:x")],
+         "Normal Forked: forked 15.2 GB from pod-6 in 3.1 s, 1 source"),
+    ],
+)  # fmt: skip
+def test_the_event_names_the_version(forks: Sequence[ForkView], expected: str) -> None:
+    """The first of a version loads by itself, which is normal; others name the version they forked."""
+    there = {one.uid: one for one in (POD, pod(6, containers_ready_at=1.0))}
+    look = Look(NOW, (instance(uid(6), version=OLD_VERSION),), tuple(forks))
+    assert [expected] == told(scene(NOW, there, {}, look))
+
+
 def test_what_had_ended_before_is_not_told() -> None:
     """A replica that comes to lead tells of the forks that end from its first look on."""
     ended, running = fork(uid(5), "forked"), fork(uid(6), chunks=5)

@@ -46,7 +46,7 @@ def test_forks_newest_first(rfork: Rfork, fleet: str) -> None:
 def test_forks_that_are_followed(rfork: Rfork, fleet: str) -> None:
     """As lines, or as JSON lines: what is under way at first, and then each change."""
     line = rfork("forks", "--planner", fleet, "--follow", "--limit", "1").out
-    assert "fork-b m on b: transfer 50%, 1.00 MB/s, 6.29 s left, from s (http)" in line
+    assert "fork-b m v1 on b: transfer 50%, 1.00 MB/s, 6.29 s left, from s (http)" in line
     event = rfork("forks", "--planner", fleet, "-f", "--limit", "1", "--json").json
     assert ({"kind", "fork"}, "progress") == (set(event), event["kind"])
 
@@ -64,7 +64,7 @@ def test_a_fork_is_explained(rfork: Rfork, fleet: str) -> None:
 def test_an_explanation_as_json(rfork: Rfork, fleet: str) -> None:
     """The fork as the planner lists it, its account, what it lost to which cause, and the verdict."""
     told = rfork("explain", "--planner", fleet, "fork-a", "--json").json
-    assert ["fork", "account", "losses", "comparison", "verdict"] == list(told)
+    assert ["fork", "account", "version", "losses", "comparison", "verdict"] == list(told)
     assert {
         "seconds", "phases", "link_bytes_per_s", "bound_s", "transfer_s", "sources", "bytes_repeated",
         "replans", "reasons", "median_fork_s", "median_storage_s",
@@ -102,10 +102,10 @@ def test_following_goes_on_when_the_planner_is_back(rfork_process: StartRfork, f
         client.report(whole("s"))
         client.ask(ask("a"))
         command = rfork_process(
-            "forks", "-f", "--limit", "2", "--planner", url, until="fork-a m on a: planned"
+            "forks", "-f", "--limit", "2", "--planner", url, until="fork-a m v1 on a: planned"
         )
     with running(settings) as url, PlannerClient(url) as client:
         command.wait_for("answers again")
         client.report(whole("s"))
         client.ask(ask("b"))
-        assert (0, True) == (command.wait(), "fork-b m on b: planned" in command.stdout)
+        assert (0, True) == (command.wait(), "fork-b m v1 on b: planned" in command.stdout)

@@ -57,8 +57,8 @@ class ForkReport:
 
     `fork_id` and `instance_id` are what the planner knows this fork and this process by, `model` the name
     they met under, `version` which weights of it these are. `layout_id` names which tensors the image has,
-    `weights_id` their bytes; it has `image_bytes` in `chunks` chunks, of which `chunks_verified` were compared
-    with a digest.
+    `weights_id` their bytes; it has `image_bytes` in `chunks` chunks, of which `chunks_verified` were
+    compared with a digest.
     `outcome` is ``forked`` where the planner's plan gave every chunk (from peers or, where it elected
     this instance, from its own storage), ``fallback`` where this instance loaded them by itself after all.
     `seconds` is the whole call; `phases` its parts (capture, offer, plan, transfer, fallback, digest), each

@@ -112,9 +112,7 @@ class Fleet:
 
     def _new(self) -> list[str]:
         found = by_replica(self._planner)
-        return [
-            name for name, each in found.items() if name not in self._known and len(each) == self._ranks
-        ]
+        return [name for name, each in found.items() if name not in self._known and len(each) == self._ranks]
 
 
 @pytest.mark.timeout(1500)
@@ -139,7 +137,7 @@ def test_a_rollout_loads_the_new_weights_and_forks_the_old(
 def test_an_update_in_place_changes_who_forks_from_it(
     tiny_folder: TinyFolder, planner: PlannerProcess, start: Start
 ) -> None:
-    """After a reload from the new folder a server on that folder forks, and one on the old folder does not."""
+    """After a reload from the new folder, a server on that folder forks, and one on the old one does not."""
     old, new = tiny_folder(seed=1), tiny_folder(seed=2)
     seed = start(old, "seed")
     call(seed, "reload_weights", weights_path=str(new))

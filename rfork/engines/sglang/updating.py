@@ -53,7 +53,9 @@ class Updates:
         self._requested: str | None = None
         """The version that the request under way names its weights by."""
 
-    def request(self, update: Callable[..., Any], manager: SchedulerWeightUpdaterManager, recv_req: Any) -> Any:
+    def request(
+        self, update: Callable[..., Any], manager: SchedulerWeightUpdaterManager, recv_req: Any
+    ) -> Any:
         """One of SGLang's requests to update weights; all ranks of the server get it."""
         self._requested = _new_version(recv_req)
         try:
@@ -79,9 +81,7 @@ class Updates:
         version: CurrentVersion = self._requested_version
         if self._requested is None and given != DUMMY and not filtered:
             version = version_of_reload(model_path, _revision(runner))
-        return self._whole(
-            runner, lambda: update(runner, model_path, given, *more, **named), version=version
-        )
+        return self._whole(runner, lambda: update(runner, model_path, given, *more, **named), version=version)
 
     def from_ipc(self, update: Callable[..., Updated], runner: WeightUpdater, recv_req: object) -> Updated:
         """All weights at once, by another process of the host; told to fail, some may be written."""

@@ -58,8 +58,8 @@ BACKENDS: Final = ("moe_backend", "linear_backend", "linear_backend_per_quant")
 def loads_from(model_config: ModelConfig) -> tuple[str, str | None]:
     """Return the folder, URI or hub id that vLLM loads a model's weights from, and the hub's revision.
 
-    Of a revision that vLLM resolved as it started, the commit: a branch may have moved since. Of a model in an
-    object store, vLLM's `model` is a local folder without weights.
+    Of a revision that vLLM resolved as it started, the commit: a branch may have moved since. Of a model in
+    an object store, vLLM's `model` is a local folder without weights.
     """
     if stored := getattr(model_config, "model_weights", None):
         return str(stored), None

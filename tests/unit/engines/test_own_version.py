@@ -69,9 +69,7 @@ def model_config(model: str, revision: str | None = None, model_weights: str = "
     ],
     ids=["folder", "revision", "resolved", "object store", "older vLLM"],
 )
-def test_where_vllm_loads_a_model_from(
-    config: SimpleNamespace, expected: tuple[str, str | None]
-) -> None:
+def test_where_vllm_loads_a_model_from(config: SimpleNamespace, expected: tuple[str, str | None]) -> None:
     """A folder, a hub id at the commit that vLLM found as it started, or an object store."""
     assert expected == loads_from(config)
 

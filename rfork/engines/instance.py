@@ -51,6 +51,8 @@ class Instance:
         self._closing = threading.Lock()
         self._closed = False
         self._updates = 0
+        self._update = 0
+        """Number of the latest update that began here."""
         self._unnamed: _Update | None = None
         """The latest update whose weights have not got their version yet."""
 
@@ -70,13 +72,18 @@ class Instance:
         self.renew(updated=True, version=version)
 
     def begin_update(self) -> None:
-        """Fence before other weights are written, and count the update, whether it succeeds or not.
+        """Fence before other weights are written, and count the update, whether it succeeds or not."""
+        self.count_update()
+        self._update = self._updates
+        self.fence()
 
-        The ranks of a replica are updated together. So the count is the same on all of them, and names the
-        new weights where nothing else does.
+    def count_update(self) -> None:
+        """Count an update that began on other ranks of the replica at least.
+
+        The engine sends each request to all ranks. So an update has one number on all of them, and that names
+        the new weights where nothing else does.
         """
         self._updates += 1
-        self.fence()
 
     def fence(self) -> None:
         """The weights are about to change: give nothing from now on. Returns once nobody reads them."""
@@ -102,7 +109,7 @@ class Instance:
         if self.seed.manifest is not None:
             self.fence()  # the caller forgot to: what is given is not what was told
         if updated:
-            self._unnamed = _Update(self._updates, version)
+            self._unnamed = _Update(self._update, version)
         arguments = (self.seed.generation,)
         threading.Thread(target=self._renew, args=arguments, name="rfork-renew", daemon=True).start()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,13 @@ from rfork.storage.versions.version import version_of
 from rfork.weights_version import short
 from rfork.wire import InstanceReport
 from tests.engines.conftest import TinyFolder
-from tests.engines.models import copy_without_weights
+from tests.engines.digests import fused_digests
+from tests.engines.models import copy_of, copy_without_weights
 from tests.engines.planner import PlannerProcess
 from tests.engines.promises import serving
 from tests.engines.server import READY_S, ROOT, wait_until
 from tests.engines.servers import VllmServer
-from tests.engines.vllm_extension import WorkerExtension, fused_digests
+from tests.engines.vllm_extension import WorkerExtension
 
 EXTENSION = f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
 RENEWED_S = 120.0
@@ -67,11 +67,6 @@ def digests(server: VllmServer) -> dict[str, str]:
     """Return the digests of the weights of a server of one rank."""
     (found,) = call(server, "weight_digests")
     return dict(found)
-
-
-def copy_of(folder: Path, parent: Path) -> Path:
-    """Return a copy of a model's folder of the same name."""
-    return Path(shutil.copytree(folder, parent / folder.name))
 
 
 def by_replica(planner: PlannerProcess) -> dict[str, list[InstanceReport]]:

@@ -134,8 +134,11 @@ def _start_draft(method: Method, worker: Worker) -> object:
 
 
 def _begin(method: Method, worker: Worker, care: Care | None) -> object:
-    if care is None or getattr(worker, "_weight_update_active", False):
-        return method(worker)  # which raises, of a second one
+    if care is None:
+        return method(worker)
+    if getattr(worker, "_weight_update_active", False):
+        care.instance.count_update()  # on a rank where the update before has failed, this one begins
+        return method(worker)  # which raises
     care.begin_update()
     try:
         return method(worker)

@@ -254,6 +254,17 @@ def test_updates_that_failed_count(module: nn.Module, instance: Instance) -> Non
 
 
 @several
+def test_an_update_is_named_by_its_number_at_its_begin(module: nn.Module, instance: Instance) -> None:
+    """Another one that begins on other ranks meanwhile has a number of its own on all."""
+    with instance.updating():
+        instance.count_update()
+        fill(module, 3.0)
+    renewed(instance)
+    assert of_update("replica-1", 1) == instance.seed.version
+    assert of_update("replica-1", 3) == update(module, instance, 4.0)
+
+
+@several
 def test_an_update_with_a_name_has_that_name(module: nn.Module, instance: Instance) -> None:
     """That of the engine's weight version, or of the files that were read."""
     assert "step-5" == update(module, instance, 3.0, "step-5")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
+from torch._C._distributed_c10d import FileStore
 
 from rfork.engines import replica
 from rfork.engines.replica import replica_of
@@ -25,7 +26,7 @@ def _nothing_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def other_rank(tmp_path: Path) -> Iterator[str]:
     """A process group whose other rank has proposed this name before."""
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    store = FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     default = torch.distributed.distributed_c10d._get_default_store()
     default.compare_set(replica.STORE_KEY, "", "replica-of-the-first")

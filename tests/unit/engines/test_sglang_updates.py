@@ -251,7 +251,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def request(updates: Updates, weight_version: str | None, work: Callable[[], object]) -> None:
     """Have SGLang handle a request that names the new weights."""
-    updates.request(lambda *_: work(), None, SimpleNamespace(weight_version=weight_version))  # type: ignore[arg-type]
+    updates.request(lambda *_: work(), None, SimpleNamespace(weight_version=weight_version))
 
 
 @pytest.fixture

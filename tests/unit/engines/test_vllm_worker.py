@@ -41,6 +41,9 @@ class FakeInstance:
     def begin_update(self) -> None:
         self.told.append("update")
 
+    def count_update(self) -> None:
+        self.told.append("count")
+
     def renew(self, *, updated: bool, version: str | None) -> None:
         renamed = "updated" if version is None else version
         self.told.append(f"renew {renamed}" if updated else "renew")
@@ -112,6 +115,8 @@ class Worker:
         self.while_reading()
 
     def start_weight_update(self) -> None:
+        if self._weight_update_active:
+            raise RuntimeError("a weight update is already active")
         self._weight_update_active, self._weight_update_is_draft = True, False
 
     def start_draft_weight_update(self) -> None:
@@ -186,6 +191,15 @@ def test_an_update_is_one_however_many_parts_it_has(worker: Worker) -> None:
     assert (["update"], []) == worker.told()
     worker.finish_weight_update()
     assert (["renew updated"], []) == worker.told()
+
+
+def test_an_update_that_this_rank_refuses_is_counted(worker: Worker) -> None:
+    """It begins on ranks where the one before has failed, and a number has to name one update on all."""
+    worker.start_weight_update()
+    with pytest.raises(RuntimeError, match="already active"):
+        worker.start_weight_update()
+    worker.finish_weight_update()
+    assert (["update", "count", "renew updated"], []) == worker.told()
 
 
 @pytest.mark.parametrize("way", ["reload", "transfer"])

@@ -48,8 +48,6 @@ several are served; none, as another rank of the replica has another version."""
 TOGETHER: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 EFFICIENCY: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
 TRANSPORTS: Final = (*get_args(TransportName), "other")
-FIRST_OF_VERSION: Final = "FirstOfVersion"
-"""The reason of a fallback that each rollout to new weights has once."""
 MOST_BYTES: Final = 1 << 60
 """What one source of one fork can be told to have given; a counter must not overflow for one caller."""
 

@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -27,6 +28,14 @@ log = logger(__name__)
 
 ATTRIBUTE = "rfork_instance"
 """Of the model: its instance."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Update:
+    """An update in place that succeeded: its number, and the version of its weights where that is known."""
+
+    count: int
+    version: str | None
 
 
 class Instance:
@@ -50,9 +59,10 @@ class Instance:
         self._closing = threading.Lock()
         self._closed = False
         self._updates = 0
-        self._renamed = 0
-        """Number of the update whose weights have no version yet; 0: none."""
-        self._stated: str | None = None
+        self._update = 0
+        """Number of the latest update that began here."""
+        self._unnamed: _Update | None = None
+        """The latest update whose weights have not got their version yet."""
 
     def serving(self) -> AbstractContextManager[object]:
         """Around each step of the engine's own work: who reads is held back as far as it takes longer."""
@@ -70,9 +80,18 @@ class Instance:
         self.renew(updated=True, version=version)
 
     def begin_update(self) -> None:
-        """Fence before other weights are written; each rank of a replica counts the same updates."""
-        self._updates += 1
+        """Fence before other weights are written, and count the update, whether it succeeds or not."""
+        self.count_update()
+        self._update = self._updates
         self.fence()
+
+    def count_update(self) -> None:
+        """Count an update that began on other ranks of the replica at least.
+
+        The engine sends each request to all ranks. So an update has one number on all of them, and that names
+        the new weights where nothing else does.
+        """
+        self._updates += 1
 
     def fence(self) -> None:
         """The weights are about to change: give nothing from now on. Returns once nobody reads them."""
@@ -89,7 +108,7 @@ class Instance:
         """The weights are whole again, maybe others, maybe elsewhere: digest and give them, in a thread.
 
         `updated`: they are others than before, of `version` where that is known; each update begins with
-        `begin_update`.
+        `begin_update`. A `version` that the weights had before is theirs still.
         Fence or suspend before the change. Where another one is begun meanwhile, this one gives nothing: the
         next `renew` does.
         """
@@ -98,7 +117,7 @@ class Instance:
         if self.seed.manifest is not None:
             self.fence()  # the caller forgot to: what is given is not what was told
         if updated:
-            self._renamed, self._stated = self._updates, version
+            self._unnamed = _Update(self._update, version)
         arguments = (self.seed.generation,)
         threading.Thread(target=self._renew, args=arguments, name="rfork-renew", daemon=True).start()
 
@@ -121,16 +140,20 @@ class Instance:
                 self.seed.close(self.seed.settings.drain_s if drain_s is None else drain_s)
 
     def _version_of(self) -> VersionOf | None:
-        """Return what names the weights that are served next; None where they are those of before."""
-        count = self._renamed
-        if not count:
+        """Return what names the weights that are served next; None where they are those of before.
+
+        An update whose weights changed again before they were digested is followed by another call.
+        """
+        update = self._unnamed
+        if update is None:
             return None
-        choose = self.seed.version_after_update(self._stated, count)
+        kept = update.version is not None and update.version == self.seed.version
+        choose = self.seed.version_after_update(update.version, update.count)
 
         def chosen(manifest: Manifest) -> str | None:
-            if self._renamed == count:
-                self._renamed = 0
-            return choose(manifest)
+            if self._unnamed is update:
+                self._unnamed = None
+            return update.version if kept else choose(manifest)
 
         return chosen
 

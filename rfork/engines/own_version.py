@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rfork.errors import StorageMissing
+from rfork import settings as options
+from rfork.errors import RforkError, StorageMissing
+from rfork.logs import logger
 from rfork.settings import StorageSettings
 from rfork.storage.versions.fingerprint import fingerprint_of
 from rfork.storage.versions.hub import is_hub_id
 from rfork.storage.versions.version import version_of
+
+log = logger(__name__)
 
 CurrentVersion = Callable[[], str | None]
 """Computes the version of an instance's own files, as they are now."""
@@ -50,3 +54,25 @@ def choose_version(
         return fingerprint_of(snapshot, settings), None
     except StorageMissing:
         return None, None
+
+
+def version_of_reload(source: str | Path, revision: str | None = None) -> CurrentVersion:
+    """Return a function that names the weights of `source` once they are loaded over a running model's.
+
+    Call this before the files are read, and the function afterwards. It returns None where the files changed
+    meanwhile, or cannot be read.
+    """
+    before = _version_or_none(source, revision)
+
+    def after() -> str | None:
+        return before if before is not None and before == _version_or_none(source, revision) else None
+
+    return after
+
+
+def _version_or_none(source: str | Path, revision: str | None) -> str | None:
+    try:
+        return version_of_files(source, revision, options.load(StorageSettings))
+    except RforkError as error:
+        log.warning("the version of the new weights is not known", because=str(error), hint=error.hint)
+        return None

@@ -26,10 +26,21 @@ STORE_KEY: Final = "rfork/replica"
 def replica_of(settings: Settings, rank: Rank) -> str | None:
     """Return the name of the replica that this process belongs to, or None where its ranks cannot agree.
 
-    Ranks agree through the store of torch.distributed's default group, else by the setting `replica`.
+    Ranks agree through the store of torch.distributed's default group, else by the setting `replica`. A
+    model that each rank holds a copy of (a speculative draft) is of the same replica as the one beside it.
     """
-    own = f"{settings.replica or 'replica'}-{_process_name(os.getpid())}"
-    return own if is_single(rank) else _agreed(own) or settings.replica
+    process = os.getpid()
+    own = f"{settings.replica or 'replica'}-{_process_name(process)}"
+    if is_single(rank):
+        return _agreed_names.get(process, own)
+    agreed = _agreed(own)
+    if agreed is not None:
+        _agreed_names[process] = agreed
+    return agreed or settings.replica
+
+
+_agreed_names: Final[dict[int, str]] = {}
+"""By process: a forked child is not of its parent's replica."""
 
 
 def _agreed(own: str) -> str | None:

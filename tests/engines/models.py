@@ -18,6 +18,11 @@ def copy_without_weights(folder: Path, parent: Path) -> Path:
     return Path(shutil.copytree(folder, parent / folder.name, ignore=shutil.ignore_patterns(*WEIGHTS)))
 
 
+def copy_of(folder: Path, parent: Path) -> Path:
+    """A copy of a model's folder under `parent`, of the same name, with its weights."""
+    return Path(shutil.copytree(folder, parent / folder.name))
+
+
 def make_tiny(folder: Path, tokenizer: Path, kind: Kind, *, seed: int) -> None:
     """Write a random float32 model of hidden size 256 and 4 layers (16 MB, two shards or more) into `folder`.
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import rfork
 from rfork.image.marks import mark
+from rfork.storage.versions.version import version_of
 from rfork.wire import InstanceReport
 from tests.engines.conftest import TinyFolder
 from tests.engines.load import LoadGenerator
@@ -175,7 +176,7 @@ def test_another_engine_s_image_is_refused(
     vars(other)["rfork"] = {"is": mark(["engine sglang 0.5.23", "device cpu", "dtype float32"])}
     other.weight = nn.Parameter(torch.zeros(1024), requires_grad=False)
     with (
-        rfork.seed(other, model=folder.name, planner=planner.url),
+        rfork.seed(other, model=folder.name, version=version_of(folder), planner=planner.url),
         server(folder, tmp_path / "server.log", planner.url) as refusing,
     ):
         wait_serving(planner, 1)

@@ -37,6 +37,8 @@ def install() -> None:
     if moved := points.moved(points.SCHEDULING):
         raise EngineMismatch(points.told(moved), hint="install a version of SGLang that was tested")
     updates = Updates()
+    for request in points.REQUESTS:
+        points.hook(request, updates.request)
     for point, wrapper in (
         (points.FROM_DISK, updates.from_disk),
         (points.FROM_IPC, updates.from_ipc),

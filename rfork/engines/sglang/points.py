@@ -26,6 +26,9 @@ FROM_DISTRIBUTED = f"{WEIGHTS}.load_weights_from_distributed"
 BEGIN_UPDATE = f"{WEIGHTS}.begin_weight_update"
 END_UPDATE = f"{WEIGHTS}.end_weight_update"
 MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+REQUESTS = tuple(
+    f"{MANAGER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")
+)
 RELEASE_MEMORY = f"{MANAGER}.release_memory_occupation"
 RESUME_MEMORY = f"{MANAGER}.resume_memory_occupation"
 
@@ -72,6 +75,7 @@ SCHEDULING = (
     Point(FROM_DISTRIBUTED, ("self", "named_tensors")),
     Point(BEGIN_UPDATE, ("self",)),
     Point(END_UPDATE, ("self", "run_post_load")),
+    *(Point(request, ("self", "recv_req")) for request in REQUESTS),
     Point(f"{MANAGER}._select_runners", ("self", "selector")),
     Point(RELEASE_MEMORY, ("self", "recv_req")),
     Point(RESUME_MEMORY, ("self", "recv_req")),

@@ -11,9 +11,10 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from rfork.commands import LOAD_FORMAT
 from rfork.engines.instance import Instance, instance_of
-from rfork.engines.own_version import version_of_files
-from rfork.errors import RforkError
+from rfork.engines.own_version import CurrentVersion, version_of_reload
+from rfork.errors import SettingsError
 from rfork.logs import logger
+from rfork.storage.versions.version import checked_version
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
@@ -23,6 +24,11 @@ log = logger(__name__)
 
 WRITTEN = "Failed to update weights"
 """How SGLang begins to tell that an update from disk failed once weights were written."""
+
+NO_VERSION = "default"
+"""SGLang's weight version where nobody named one."""
+DUMMY = "dummy"
+"""SGLang's load format that reads no files."""
 
 Updated = tuple[bool, str]
 Tag = str
@@ -42,6 +48,23 @@ class Updates:
         """Their memory is released."""
         self._changed: WeakKeyDictionary[Instance, str | None] = WeakKeyDictionary()
         """Weights that were updated since they were served last, with their version where it is known."""
+        self._steps: WeakKeyDictionary[Instance, str | None] = WeakKeyDictionary()
+        """Between `begin` and `end`: the version that the steps named."""
+        self._requested: str | None = None
+        """The version that the request under way names its weights by."""
+
+    def request(
+        self, update: Callable[..., Any], manager: SchedulerWeightUpdaterManager, recv_req: Any
+    ) -> Any:
+        """One of SGLang's requests to update weights; all ranks of the server get it."""
+        self._requested = _new_version(recv_req)
+        try:
+            return update(manager, recv_req)
+        finally:
+            self._requested = None
+
+    def _requested_version(self) -> str | None:
+        return self._requested
 
     def from_disk(
         self,
@@ -54,15 +77,17 @@ class Updates:
     ) -> Updated:
         """SGLang names its own load format where the caller names none; files are read by ``auto``."""
         given = "auto" if load_format == LOAD_FORMAT else load_format
-        return self._whole(
-            runner,
-            lambda: update(runner, model_path, given, *more, **named),
-            version=lambda: _version_at(model_path),
-        )
+        filtered = bool(more) or named.get("weight_name_filter") is not None
+        version: CurrentVersion = self._requested_version
+        if self._requested is None and given != DUMMY and not filtered:
+            version = version_of_reload(model_path, _revision(runner))
+        return self._whole(runner, lambda: update(runner, model_path, given, *more, **named), version=version)
 
     def from_ipc(self, update: Callable[..., Updated], runner: WeightUpdater, recv_req: object) -> Updated:
         """All weights at once, by another process of the host; told to fail, some may be written."""
-        return self._whole(runner, lambda: update(runner, recv_req), untouched=False)
+        return self._whole(
+            runner, lambda: update(runner, recv_req), version=self._requested_version, untouched=False
+        )
 
     def begin(self, begin: Callable[..., None], runner: WeightUpdater) -> None:
         """From here to `end`, weights are written in any number of steps."""
@@ -77,6 +102,7 @@ class Updates:
         if instance is not None:
             self._failed.discard(instance)
             self._open.add(instance)
+            self._steps[instance] = None
 
     def within(
         self, update: Callable[..., Updated], runner: WeightUpdater, *more: object, **named: object
@@ -90,6 +116,8 @@ class Updates:
             raise
         if not done[0]:
             self._lose(instance)
+        elif instance is not None and self._requested is not None:
+            self._steps[instance] = self._requested
         return done
 
     def end(self, end: Callable[..., None], runner: WeightUpdater, **named: object) -> None:
@@ -103,7 +131,7 @@ class Updates:
             self._lose(instance)
             raise
         if instance is not None and instance not in self._failed:
-            self._updated(instance)
+            self._updated(instance, self._steps.pop(instance, None))
 
     def release(
         self, release: Callable[..., Any], manager: SchedulerWeightUpdaterManager, recv_req: Any
@@ -144,8 +172,8 @@ class Updates:
         runner: WeightUpdater,
         update: Callable[[], Updated],
         *,
+        version: CurrentVersion,
         untouched: bool = True,
-        version: Callable[[], str | None] = lambda: None,
     ) -> Updated:
         """One update that is complete in itself; `untouched`: what fails mostly fails before it writes.
 
@@ -191,12 +219,24 @@ class Updates:
             log.error("not a seed until the next update of the weights: one failed half way")
 
 
-def _version_at(model_path: str) -> str | None:
-    try:
-        return version_of_files(model_path)
-    except RforkError as error:
-        log.warning("the version of the new weights is not known", because=str(error))
+def _new_version(recv_req: Any) -> str | None:
+    """Return the weight version that a request brings; None where it brings none, or that of before."""
+    from sglang.srt.runtime_context import get_serving
+
+    version: str | None = getattr(recv_req, "weight_version", None)
+    if version in (None, NO_VERSION, get_serving().weight_version):
         return None
+    try:
+        return checked_version(str(version))
+    except SettingsError as error:
+        log.warning("the weight version cannot name the new weights", because=str(error))
+        return None
+
+
+def _revision(runner: WeightUpdater) -> str | None:
+    """Return the revision that SGLang takes of a hub id, also of one that it was not started with."""
+    revision: str | None = getattr(getattr(runner, "model_config", None), "revision", None)
+    return revision
 
 
 def _of_weights(tags: list[Tag] | None) -> bool:

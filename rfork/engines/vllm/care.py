@@ -32,15 +32,18 @@ class Care:
         """Whether the weights may be anything, until they are updated as a whole."""
         self._updated = False
         """Whether the weights were changed since they were served last."""
+        self._version: str | None = None
+        """Of the changed weights, where it is known."""
         self._broken = False
         self._asleep = False
         self._depth = 0
 
     @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
+    def updating(self, version: Callable[[], str | None] = lambda: None) -> Iterator[None]:
         """Around a change of weights in place; of several, one inside the other, the outermost counts.
 
-        When the block raises, the weights may be anything.
+        `version` names the new weights once they are there. When the block raises, the weights may be
+        anything.
         """
         self.begin_update()
         try:
@@ -48,7 +51,7 @@ class Care:
         except BaseException:
             self.fail_update()
             raise
-        self.end_update()
+        self.end_update(version())
 
     def begin_update(self) -> None:
         """The weights are about to change. Returns once nobody reads them."""
@@ -56,12 +59,12 @@ class Care:
         if self._depth == 1:
             self._tell(self.instance.begin_update)
 
-    def end_update(self) -> None:
-        """They are whole."""
+    def end_update(self, version: str | None = None) -> None:
+        """They are whole, and of this version where it is known."""
         self._depth = max(self._depth - 1, 0)
         if self._depth == 0:
             self._lost = False
-            self._updated = True
+            self._updated, self._version = True, version
             self._give()
 
     def fail_update(self) -> None:
@@ -129,7 +132,7 @@ class Care:
         if self._lost or self._broken or self._asleep or self._depth:
             return
         updated, self._updated = self._updated, False
-        self._tell(functools.partial(self.instance.renew, updated=updated))
+        self._tell(functools.partial(self.instance.renew, updated=updated, version=self._version))
 
     def _tell(self, what: Callable[[], None]) -> None:
         """The engine does what it was asked, whatever becomes of its seed."""

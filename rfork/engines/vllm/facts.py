@@ -57,6 +57,18 @@ BACKENDS: Final = ("moe_backend", "linear_backend", "linear_backend_per_quant")
 """The same, of vLLM's configuration of kernels."""
 
 
+def loads_from(model_config: ModelConfig) -> tuple[str, str | None]:
+    """Return the folder, URI or hub id that vLLM loads a model's weights from, and the hub's revision.
+
+    Of a revision that vLLM resolved as it started, the commit: a branch may have moved since. Of a model in
+    an object store, vLLM's `model` is a local folder without weights.
+    """
+    if stored := getattr(model_config, "model_weights", None):
+        return str(stored), None
+    revision: str | None = model_config.revision
+    return str(model_config.model), getattr(revision, "resolved", revision)
+
+
 def configuration(model_config: ModelConfig) -> str:
     """A digest of the model's configuration as it is in effect, ``--hf-overrides`` and all."""
     return digest(_kept(model_config.hf_config.to_dict()))

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from torch import nn
 
+from rfork.engines.own_version import version_of_reload
 from rfork.engines.vllm.care import Care, care_of
+from rfork.engines.vllm.facts import loads_from
 from rfork.engines.wrapping import wrap
 
 TARGET: Final = "rfork_target"
@@ -22,6 +24,9 @@ TARGET: Final = "rfork_target"
 
 class Worker(Protocol):
     """What is used of vLLM's worker."""
+
+    model_config: Any
+    """Of the model that it serves: vLLM's."""
 
     def get_model(self) -> nn.Module:
         """The model that it serves."""
@@ -96,11 +101,28 @@ def _reset(method: Method, worker: Worker) -> object:
     return method(worker)
 
 
-def _whole_update(method: Method, worker: Worker, *args: object, **named: object) -> object:
-    """An update of the model (not of its draft) that is done when the method returns."""
+def _reload(method: Method, worker: Worker, *args: Any, **named: Any) -> object:
+    """Update the model (not its draft) from files, or from tensors that the caller has."""
     care = _of_target(worker)
-    with care.updating() if care is not None else contextlib.nullcontext():
+    if care is None:
         return method(worker, *args, **named)
+    with care.updating(_version_of_reload(worker, *args, **named)):
+        return method(worker, *args, **named)
+
+
+def _version_of_reload(
+    worker: Worker,
+    weights_iterator: object = None,
+    weights_path: str | None = None,
+    *_: object,
+    **__: object,
+) -> Callable[[], str | None]:
+    """Return what names the weights after a call of ``reload_weights`` with these arguments."""
+    if weights_iterator is not None:
+        return lambda: None
+    if weights_path is not None:
+        return version_of_reload(weights_path)
+    return version_of_reload(*loads_from(worker.model_config))
 
 
 def _start(method: Method, worker: Worker) -> object:
@@ -112,8 +134,11 @@ def _start_draft(method: Method, worker: Worker) -> object:
 
 
 def _begin(method: Method, worker: Worker, care: Care | None) -> object:
-    if care is None or getattr(worker, "_weight_update_active", False):
-        return method(worker)  # which raises, of a second one
+    if care is None:
+        return method(worker)
+    if getattr(worker, "_weight_update_active", False):
+        care.instance.count_update()  # on a rank where the update before has failed, this one begins
+        return method(worker)  # which raises
     care.begin_update()
     try:
         return method(worker)
@@ -168,7 +193,7 @@ WRAPPERS: Final[dict[str, Method]] = {
     "wake_up": _wake_up,
     "discard": _discard,
     "reset_weights": _reset,
-    "reload_weights": _whole_update,
+    "reload_weights": _reload,
     "start_weight_update": _start,
     "start_draft_weight_update": _start_draft,
     "update_weights": _update,

@@ -15,7 +15,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import parallel_state
 
 from rfork.engines.bring_up import Subject
-from rfork.engines.vllm.facts import NO_WEIGHTS, configuration, kernels
+from rfork.engines.vllm.facts import NO_WEIGHTS, configuration, kernels, loads_from
 from rfork.engines.vllm.naming import model_name
 from rfork.settings import Settings
 from rfork.wire import Rank
@@ -26,14 +26,15 @@ PACKAGES: Final = ("vllm",)
 def subject_of(vllm_config: VllmConfig, model_config: ModelConfig, settings: Settings) -> Subject:
     """What this worker brings up with these two configurations."""
     draft = is_draft(vllm_config, model_config)
+    files, revision = loads_from(model_config)
     return Subject(
         model=model_name(model_config.model, settings.model, draft),
         rank=rank_of(vllm_config, model_config, draft),
         facts=facts_of(vllm_config, model_config),
         packages=PACKAGES,
         exclude=NO_WEIGHTS,
-        files=str(model_config.model),
-        revision=model_config.revision,
+        files=files,
+        revision=revision,
     )
 
 

@@ -16,6 +16,8 @@ from rfork.image.capture import capture
 from rfork.seed.seed import Identity, Seed
 from rfork.settings import Settings
 from rfork.transport.http import HttpTransport
+from rfork.weights_version import of_update, of_weights
+from rfork.wire import Rank
 
 
 def renewed(instance: Instance) -> None:
@@ -40,13 +42,18 @@ def module() -> nn.Module:
 
 
 @pytest.fixture
-def instance(module: nn.Module) -> Iterator[Instance]:
-    """Its instance, which gives it."""
+def rank() -> Rank:
+    """Its place in the server."""
+    return Rank()
+
+
+@pytest.fixture
+def instance(module: nn.Module, rank: Rank) -> Iterator[Instance]:
+    """Its instance, which gives it as version ``files:old``."""
     traits = Traits(module, (), ())
     image, settings = capture(module), Settings()
-    seed = Seed(
-        image, Identity("model"), settings, [HttpTransport(settings)], manifest=image.manifest()
-    ).start()
+    identity = Identity("model", rank, version="files:old", replica="replica-1")
+    seed = Seed(image, identity, settings, [HttpTransport(settings)], manifest=image.manifest()).start()
     report = ForkReport("fork", "me", "model", "forked", image.layout.layout_id, "", 0, 0, 0, 0.0, {})
     made = Instance(module, seed, report, traits)
     setattr(module, ATTRIBUTE, made)
@@ -182,3 +189,133 @@ def test_a_closed_instance_does_nothing(module: nn.Module, instance: Instance) -
     assert (generation, instance, None) == (
         instance.seed.generation, instance_of(module), instance_of(nn.Linear(1, 1))
     )  # fmt: skip
+
+
+def fill(module: nn.Module, value: float) -> None:
+    """Write other weights."""
+    with torch.no_grad():
+        module.get_parameter("weight").fill_(value)
+
+
+def of_bytes(module: nn.Module) -> str:
+    """Return the version that weights have by their bytes alone."""
+    return of_weights(capture(module).manifest().weights_id)
+
+
+def update(module: nn.Module, instance: Instance, value: float, version: str | None = None) -> str | None:
+    """Update the weights in place; the version that is served then."""
+    with instance.updating(version):
+        fill(module, value)
+    renewed(instance)
+    return instance.seed.version
+
+
+several = pytest.mark.parametrize("rank", [Rank(tp=1, tp_size=2)])
+"""The instance is one rank of several."""
+
+
+def test_an_update_without_a_name_is_named_by_its_bytes(module: nn.Module, instance: Instance) -> None:
+    """A server of one rank; bytes that are the same as before keep their name."""
+    first = update(module, instance, 3.0)
+    assert of_bytes(module) == first
+    assert first == update(module, instance, 3.0)
+
+
+def test_an_update_that_writes_the_same_bytes_keeps_the_version(
+    module: nn.Module, instance: Instance
+) -> None:
+    """New servers on the same files fork from it as before."""
+    with instance.updating():
+        pass
+    renewed(instance)
+    assert "files:old" == instance.seed.version
+
+
+@several
+def test_a_rank_of_several_is_named_by_the_count_of_its_updates(
+    module: nn.Module, instance: Instance
+) -> None:
+    """No rank knows the others' bytes, but all ranks of a replica see the same updates."""
+    assert of_update("replica-1", 1) == update(module, instance, 3.0)
+    assert of_update("replica-1", 2) == update(module, instance, 4.0)
+
+
+@several
+def test_updates_that_failed_count(module: nn.Module, instance: Instance) -> None:
+    """They may have failed on one rank alone, and the next one's name must be equal on all."""
+    instance.begin_update()
+    instance.renew()
+    renewed(instance)
+    assert "files:old" == instance.seed.version
+    assert of_update("replica-1", 2) == update(module, instance, 3.0)
+
+
+@several
+def test_an_update_is_named_by_its_number_at_its_begin(module: nn.Module, instance: Instance) -> None:
+    """Another one that begins on other ranks meanwhile has a number of its own on all."""
+    with instance.updating():
+        instance.count_update()
+        fill(module, 3.0)
+    renewed(instance)
+    assert of_update("replica-1", 1) == instance.seed.version
+    assert of_update("replica-1", 3) == update(module, instance, 4.0)
+
+
+@several
+def test_an_update_with_a_name_has_that_name(module: nn.Module, instance: Instance) -> None:
+    """That of the engine's weight version, or of the files that were read."""
+    assert "step-5" == update(module, instance, 3.0, "step-5")
+
+
+@several
+def test_an_update_from_the_files_of_before_keeps_the_version(module: nn.Module, instance: Instance) -> None:
+    """As after a sleep that threw the weights away."""
+    assert "files:old" == update(module, instance, 3.0, "files:old")
+
+
+@several
+@pytest.mark.parametrize("version", [None, "step-5"])
+def test_sleep_keeps_the_version_of_an_update(
+    version: str | None, module: nn.Module, instance: Instance
+) -> None:
+    """The weights come back as they were."""
+    before = update(module, instance, 3.0, version)
+    instance.suspend()
+    instance.renew()
+    renewed(instance)
+    assert current(module, instance)
+    assert before == instance.seed.version
+
+
+@several
+def test_an_update_that_is_overtaken_by_a_sleep_names_the_weights_after_it(
+    module: nn.Module, instance: Instance
+) -> None:
+    """The digest did not come to its end before the memory went away."""
+    with instance._renewing:
+        instance.begin_update()
+        fill(module, 3.0)
+        instance.renew(updated=True)
+        instance.suspend()
+    renewed(instance)
+    assert "files:old" == instance.seed.version
+    instance.renew()
+    renewed(instance)
+    assert of_update("replica-1", 1) == instance.seed.version
+
+
+@several
+def test_an_update_that_is_overtaken_by_another_leaves_the_name_to_it(
+    module: nn.Module, instance: Instance
+) -> None:
+    """Whatever the first one was called."""
+    with instance._renewing:
+        instance.begin_update()
+        fill(module, 3.0)
+        instance.renew(updated=True, version="step-5")
+        instance.begin_update()
+    renewed(instance)
+    fill(module, 4.0)
+    instance.renew(updated=True)
+    renewed(instance)
+    assert of_update("replica-1", 2) == instance.seed.version

@@ -44,7 +44,7 @@ class Told:
         """Told."""
         self.calls.append("suspend")
 
-    def renew(self) -> None:
+    def renew(self, *, updated: bool, version: str | None) -> None:
         """Told."""
         self.calls.append("renew")
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import cast
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from rfork.engines.instance import Instance
 from rfork.engines.sglang import updating
 from rfork.engines.sglang.updating import Updates
-from rfork.wire import Rank
+from rfork.storage.versions.version import version_of
 
 
 @dataclass(eq=False)
@@ -21,29 +24,23 @@ class Told:
     """An instance that writes down what it is told."""
 
     calls: list[str] = field(default_factory=list)
-    rank: Rank = field(default_factory=Rank)
-
-    @property
-    def seed(self) -> Told:
-        """Itself."""
-        return self
-
-    @property
-    def identity(self) -> Told:
-        """Itself."""
-        return self
 
     def suspend(self) -> None:
         """Told."""
         self.calls.append("suspend")
 
-    def fence(self) -> None:
+    def begin_update(self) -> None:
         """Told."""
-        self.calls.append("fence")
+        self.calls.append("update")
 
-    def renew(self) -> None:
+    def renew(self, *, updated: bool, version: str | None) -> None:
         """Told."""
-        self.calls.append("renew")
+        self.calls.append("renew" if not updated else f"renew {version or 'updated'}")
+
+    @property
+    def renewals(self) -> int:
+        """How often it was told that the weights are whole."""
+        return sum(call.startswith("renew") for call in self.calls)
 
 
 @dataclass(frozen=True)
@@ -81,9 +78,9 @@ def failing(*_: object, **__: object) -> tuple[bool, str]:
 @pytest.mark.parametrize(
     ("update", "expected"),
     [
-        (answering(True), ["fence", "renew"]),
-        (answering(False, "Failed to get weights iterator: no such folder."), ["fence", "renew"]),
-        (answering(False, "Failed to update weights: shape. Rolling back to original weights."), ["fence"]),
+        (answering(True), ["update", "renew updated"]),
+        (answering(False, "Failed to get weights iterator: no such folder."), ["update", "renew"]),
+        (answering(False, "Failed to update weights: shape. Rolling back to original weights."), ["update"]),
     ],
 )
 def test_weights_from_disk(
@@ -114,11 +111,11 @@ def test_a_failed_step_spoils_the_whole_update(instance: Told) -> None:
     assert (True, "") == updates.within(answering(True), runner)
     assert (False, "half") == updates.within(answering(False, "half"), runner)
     updates.end(nothing, runner, run_post_load=False)
-    assert ["fence"] == instance.calls
+    assert ["update"] == instance.calls
     updates.begin(nothing, runner)
     updates.within(answering(True), runner)
     updates.end(nothing, runner, run_post_load=False)
-    assert ["fence", "fence", "renew"] == instance.calls
+    assert ["update", "update", "renew updated"] == instance.calls
 
 
 @pytest.mark.parametrize(
@@ -136,7 +133,7 @@ def test_what_raises_spoils_it_too(update: Callable[[Updates, Runner], None], in
     updates.begin(nothing, runner)
     with pytest.raises(RuntimeError, match="out of memory"):
         update(updates, runner)
-    assert "renew" not in instance.calls
+    assert 0 == instance.renewals
 
 
 def test_a_model_that_is_no_instance_is_left_alone(instance: Told) -> None:
@@ -154,9 +151,9 @@ EARLY = answering(False, "Failed to get weights iterator: no such folder.")
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
-        (HALF_WAY, EARLY, ["fence", "fence", "fence", "renew"]),
-        (EARLY, HALF_WAY, ["fence", "renew", "fence", "fence", "renew"]),
-        (EARLY, EARLY, ["fence", "renew", "fence", "renew", "fence", "renew"]),
+        (HALF_WAY, EARLY, ["update", "update", "update", "renew updated"]),
+        (EARLY, HALF_WAY, ["update", "renew", "update", "update", "renew updated"]),
+        (EARLY, EARLY, ["update", "renew", "update", "renew", "update", "renew updated"]),
     ],
 )
 def test_two_failures_and_an_update(
@@ -180,7 +177,7 @@ def test_a_failed_step_and_an_update_that_fails_early(instance: Told) -> None:
     updates.end(nothing, runner)
     updates.begin(nothing, runner)
     updates.from_disk(EARLY, runner, "folder", "auto")
-    assert "renew" not in instance.calls
+    assert 0 == instance.renewals
 
 
 def test_an_update_from_disk_between_steps(instance: Told) -> None:
@@ -189,13 +186,20 @@ def test_an_update_from_disk_between_steps(instance: Told) -> None:
     updates.begin(nothing, runner)
     updates.within(answering(True), runner)
     updates.from_disk(EARLY, runner, "folder", "auto")
-    assert "renew" not in instance.calls
+    assert 0 == instance.renewals
     updates.end(nothing, runner)
-    assert 1 == instance.calls.count("renew")
+    assert 1 == instance.renewals
 
 
-def put_away(updates: Updates, instance: Told, monkeypatch: pytest.MonkeyPatch, *, copy: bool) -> None:
-    """Release the memory of its weights, and take it back."""
+def put_away(
+    updates: Updates,
+    instance: Told,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    copy: bool,
+    update: Callable[..., tuple[bool, str]] = EARLY,
+) -> None:
+    """Release the memory of its weights, and take it back; update them meanwhile."""
     told = SimpleNamespace(
         enable_memory_saver=True, enable_weights_cpu_backup=copy, enable_draft_weights_cpu_backup=False
     )
@@ -209,7 +213,7 @@ def put_away(updates: Updates, instance: Told, monkeypatch: pytest.MonkeyPatch, 
     manager = SimpleNamespace(_select_runners=lambda: [("target", SimpleNamespace(model=instance))])
     request = SimpleNamespace(tags=None)
     updates.release(nothing, manager, request)
-    updates.from_disk(EARLY, Runner(instance), "folder", "auto")
+    updates.from_disk(update, Runner(instance), "folder", "auto")
     updates.resume(None, manager, request)
 
 
@@ -221,20 +225,108 @@ def test_memory_without_a_copy_is_lost(
     updates = Updates()
     put_away(updates, instance, monkeypatch, copy=copy)
     updates.from_disk(EARLY, Runner(instance), "folder", "auto")
-    assert expected == instance.calls.count("renew")
+    assert expected == instance.renewals
     updates.from_disk(answering(True), Runner(instance), "folder", "auto")
-    assert expected + 1 == instance.calls.count("renew")
+    assert expected + 1 == instance.renewals
 
 
-def test_a_rank_of_several_is_no_seed_after_an_update(
+def test_an_update_while_memory_is_away_is_named_once_it_is_back(
     instance: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks are forked one by one, and would be of two generations; unchanged ones are given."""
-    instance.rank = Rank(tp=1, tp_size=2)
+    """The weights that are served after the resume are those of the update."""
     updates = Updates()
-    put_away(updates, instance, monkeypatch, copy=True)
-    updates.from_disk(EARLY, Runner(instance), "folder", "auto")
-    assert 2 == instance.calls.count("renew")
-    updates.from_disk(answering(True), Runner(instance), "folder", "auto")
-    put_away(updates, instance, monkeypatch, copy=True)
-    assert 2 == instance.calls.count("renew")
+    put_away(updates, instance, monkeypatch, copy=True, update=answering(True))
+    assert ["suspend", "update", "renew updated"] == instance.calls
+
+
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The scheduler's own settings: ``serving.weight_version`` is that of before."""
+    made = SimpleNamespace(weight_version="default")
+    module = ModuleType("sglang.srt.runtime_context")
+    module.__dict__["get_serving"] = lambda: made
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return made
+
+
+def request(updates: Updates, weight_version: str | None, work: Callable[[], object]) -> None:
+    """Have SGLang handle a request that names the new weights."""
+    updates.request(lambda *_: work(), None, SimpleNamespace(weight_version=weight_version))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint's folder."""
+    made = tmp_path / "model"
+    made.mkdir()
+    save_file({"weight": torch.zeros(4)}, made / "model.safetensors")
+    return made
+
+
+def test_an_update_from_disk_has_the_version_of_its_files(
+    instance: Told, folder: Path, serving: SimpleNamespace
+) -> None:
+    """As a server that is started on that folder."""
+    updates, runner = Updates(), Runner(instance)
+    request(updates, None, lambda: updates.from_disk(answering(True), runner, str(folder), "auto"))
+    assert ["update", f"renew {version_of(folder)}"] == instance.calls
+
+
+@pytest.mark.parametrize(
+    ("load_format", "named"), [("dummy", {}), ("auto", {"weight_name_filter": str.isupper})]
+)
+def test_an_update_of_which_files_are_no_measure_has_no_version_of_theirs(
+    load_format: str, named: dict[str, object], instance: Told, folder: Path
+) -> None:
+    """SGLang reads none of them, or some tensors only."""
+    Updates().from_disk(answering(True), Runner(instance), str(folder), load_format, **named)
+    assert ["update", "renew updated"] == instance.calls
+
+
+def test_an_update_from_files_that_change_meanwhile_has_no_version_of_theirs(
+    instance: Told, folder: Path
+) -> None:
+    """Nobody knows which of them were read."""
+
+    def update(*_: object, **__: object) -> tuple[bool, str]:
+        save_file({"weight": torch.ones(4)}, folder / "model.safetensors")
+        return True, ""
+
+    Updates().from_disk(update, Runner(instance), str(folder), "auto")
+    assert ["update", "renew updated"] == instance.calls
+
+
+def test_the_request_s_weight_version_names_the_new_weights(
+    instance: Told, folder: Path, serving: SimpleNamespace
+) -> None:
+    """Before the files do: whoever updates states it."""
+    updates, runner = Updates(), Runner(instance)
+    request(updates, "step-5", lambda: updates.from_disk(answering(True), runner, str(folder), "auto"))
+    request(updates, "step-6", lambda: updates.from_ipc(answering(True), runner, "request"))
+    updates.from_ipc(answering(True), runner, "request")
+    assert ["update", "renew step-5", "update", "renew step-6", "update", "renew updated"] == instance.calls
+
+
+@pytest.mark.parametrize("version", [None, "default", "step-4", "two\nlines", "x" * 300])
+def test_a_weight_version_that_says_nothing_new_names_nothing(
+    version: str | None, instance: Told, serving: SimpleNamespace
+) -> None:
+    """None, SGLang's own default, that of the weights before, and text that is no version."""
+    serving.weight_version = "step-4"
+    updates, runner = Updates(), Runner(instance)
+    request(updates, version, lambda: updates.from_ipc(answering(True), runner, "request"))
+    assert ["update", "renew updated"] == instance.calls
+
+
+def test_the_weight_version_of_a_step_names_the_update(instance: Told, serving: SimpleNamespace) -> None:
+    """SGLang has taken it over by the second step; the next update has one of its own."""
+    updates, runner = Updates(), Runner(instance)
+    updates.begin(nothing, runner)
+    for _ in range(2):
+        request(updates, "step-5", lambda: updates.within(answering(True), runner))
+        serving.weight_version = "step-5"
+    updates.end(nothing, runner)
+    updates.begin(nothing, runner)
+    request(updates, "step-5", lambda: updates.within(answering(True), runner))
+    updates.end(nothing, runner)
+    assert ["update", "renew step-5", "update", "renew updated"] == instance.calls

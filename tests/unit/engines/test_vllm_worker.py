@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from rfork.engines.vllm import hooks
 from rfork.engines.vllm.care import Care, care_of, look_after
 from rfork.seed.seed import Identity
 from rfork.settings import Settings
+from rfork.storage.versions.version import version_of
 from rfork.wire import Rank
 
 
@@ -35,8 +38,15 @@ class FakeInstance:
             raise OSError("the exporter is gone")
         self.told.append("suspend")
 
-    def renew(self) -> None:
-        self.told.append("renew")
+    def begin_update(self) -> None:
+        self.told.append("update")
+
+    def count_update(self) -> None:
+        self.told.append("count")
+
+    def renew(self, *, updated: bool, version: str | None) -> None:
+        renamed = "updated" if version is None else version
+        self.told.append(f"renew {renamed}" if updated else "renew")
 
     def close(self, drain_s: float | None = None) -> None:
         self.told.append(f"close {drain_s}")
@@ -63,6 +73,8 @@ class Worker:
         look_after(self.draft, self.instances["draft"])  # type: ignore[arg-type]
         self._weight_update_active = self._weight_update_is_draft = False
         self.fails = False
+        self.model_config = SimpleNamespace(model="no such folder", model_weights="", revision=None)
+        self.while_reading = lambda: None
 
     def told(self) -> tuple[list[str], list[str]]:
         """To the target's instance and the draft's since it was last asked."""
@@ -89,12 +101,22 @@ class Worker:
     def reset_weights(self) -> None: ...
     def shutdown(self) -> None: ...
 
-    def reload_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        self.model.load_weights(weights.items())
+    def reload_weights(
+        self,
+        weights_iterator: Iterable[tuple[str, torch.Tensor]] | None = None,
+        weights_path: str | None = None,
+        is_checkpoint_format: bool = True,
+    ) -> None:
+        self.model.load_weights(weights_iterator or [])
         if self.fails:
             raise OSError("no such checkpoint")
+        if weights_path is not None:
+            self.model_config.model = weights_path
+        self.while_reading()
 
     def start_weight_update(self) -> None:
+        if self._weight_update_active:
+            raise RuntimeError("a weight update is already active")
         self._weight_update_active, self._weight_update_is_draft = True, False
 
     def start_draft_weight_update(self) -> None:
@@ -144,12 +166,12 @@ def test_weights_that_sleep_threw_away_are_given_once_they_are_loaded(worker: Wo
         worker.discard(("weights",))
     worker.wake_up()
     assert (["suspend"], ["suspend"]) == worker.told()
-    worker.reload_weights({})
-    assert (["fence", "renew"], []) == worker.told()
+    worker.reload_weights([])
+    assert (["update", "renew updated"], []) == worker.told()
     worker.start_draft_weight_update()
     worker.update_weights({})
     worker.finish_weight_update()
-    assert ([], ["fence", "renew"]) == worker.told()
+    assert ([], ["update", "renew updated"]) == worker.told()
 
 
 def test_weights_that_are_zeroed_are_not_given(worker: Worker) -> None:
@@ -166,9 +188,18 @@ def test_an_update_is_one_however_many_parts_it_has(worker: Worker) -> None:
     worker.model.load_weights([])
     worker.update_weights({})
     worker.model.load_weights([])
-    assert (["fence"], []) == worker.told()
+    assert (["update"], []) == worker.told()
     worker.finish_weight_update()
-    assert (["renew"], []) == worker.told()
+    assert (["renew updated"], []) == worker.told()
+
+
+def test_an_update_that_this_rank_refuses_is_counted(worker: Worker) -> None:
+    """It begins on ranks where the one before has failed, and a number has to name one update on all."""
+    worker.start_weight_update()
+    with pytest.raises(RuntimeError, match="already active"):
+        worker.start_weight_update()
+    worker.finish_weight_update()
+    assert (["update", "count", "renew updated"], []) == worker.told()
 
 
 @pytest.mark.parametrize("way", ["reload", "transfer"])
@@ -177,17 +208,17 @@ def test_after_an_update_that_failed_nothing_is_given(worker: Worker, way: str) 
     worker.fails = True
     if way == "transfer":
         worker.start_weight_update()
-    changed: Callable[[dict[str, str]], None] = getattr(
+    changed: Callable[[list[object]], None] = getattr(
         worker, {"reload": "reload_weights", "transfer": "update_weights"}[way]
     )
     with pytest.raises(OSError, match=r"no such|gone"):
-        changed({})
+        changed([])
     worker.fails = False
     worker.sleep()
     worker.wake_up()
-    assert ["fence", "suspend"] == worker.told()[0]
-    worker.reload_weights({})
-    assert ["fence", "renew"] == worker.told()[0]
+    assert ["update", "suspend"] == worker.told()[0]
+    worker.reload_weights([])
+    assert ["update", "renew updated"] == worker.told()[0]
 
 
 def test_weights_that_are_loaded_behind_the_worker_are_noticed(
@@ -201,21 +232,62 @@ def test_weights_that_are_loaded_behind_the_worker_are_noticed(
     worker.wake_up()
     assert (["fence", "fence", "suspend"], ["suspend", "renew"]) == worker.told()
     assert ["not a seed until a whole update: weights were loaded piece by piece"] == caplog.messages
-    worker.reload_weights({})
-    assert (["fence", "renew"], []) == worker.told()
+    worker.reload_weights([])
+    assert (["update", "renew updated"], []) == worker.told()
 
 
-@pytest.mark.parametrize("rank", [Rank(tp_size=2), Rank(pp_size=2), Rank(ep_size=2)])
-def test_one_of_several_ranks_is_not_given_after_an_update(worker: Worker, rank: Rank) -> None:
-    """A fork could take one rank's weights from before it and another's from after; sleep changes nothing."""
-    worker.instances["target"].seed.identity = Identity("model", rank, "mine-1")
+def test_an_update_while_asleep_is_named_once_awake(worker: Worker) -> None:
+    """The weights that are served after the wake are those of the update, and after another sleep as well."""
+    worker.sleep(level=2)
+    worker.reload_weights([])
+    worker.wake_up()
+    assert ["suspend", "update", "renew updated"] == worker.told()[0]
     worker.sleep()
     worker.wake_up()
-    assert (["suspend", "renew"], ["suspend", "renew"]) == worker.told()
-    worker.reload_weights({})
-    worker.sleep()
-    worker.wake_up()
-    assert ["fence", "suspend"] == worker.told()[0]
+    assert ["suspend", "renew"] == worker.told()[0]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint's folder."""
+    made = tmp_path / "model"
+    made.mkdir()
+    save_file({"weight": torch.zeros(4)}, made / "model.safetensors")
+    return made
+
+
+def test_a_reload_from_another_folder_has_the_version_of_its_files(worker: Worker, folder: Path) -> None:
+    """As a server that is started on that folder."""
+    worker.reload_weights(weights_path=str(folder))
+    assert ["update", f"renew {version_of(folder)}"] == worker.told()[0]
+
+
+def test_a_reload_has_the_version_of_the_files_that_replaced_the_old_ones(
+    worker: Worker, folder: Path
+) -> None:
+    """Without a path vLLM reads the folder that it was started on, as it is by now."""
+    worker.model_config.model = str(folder)
+    old = version_of(folder)
+    save_file({"weight": torch.ones(4)}, folder / "model.safetensors")
+    worker.reload_weights()
+    assert ["update", f"renew {version_of(folder)}"] == worker.told()[0]
+    assert old != version_of(folder)
+
+
+def test_a_reload_of_files_that_change_meanwhile_has_no_version_of_theirs(
+    worker: Worker, folder: Path
+) -> None:
+    """Nobody knows which of them were read."""
+    worker.while_reading = lambda: save_file({"weight": torch.ones(4)}, folder / "model.safetensors")
+    worker.reload_weights(None, str(folder))
+    assert ["update", "renew updated"] == worker.told()[0]
+
+
+def test_a_reload_of_the_caller_s_tensors_has_no_version_of_files(worker: Worker, folder: Path) -> None:
+    """Wherever the server was started."""
+    worker.model_config.model = str(folder)
+    worker.reload_weights([("weight", torch.ones(4))])
+    assert ["update", "renew updated"] == worker.told()[0]
 
 
 def test_sleep_that_fails_is_told(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
@@ -235,7 +307,7 @@ def test_the_engine_sleeps_whatever_becomes_of_its_seed(worker: Worker) -> None:
     worker.instances["target"].fails = True
     worker.sleep()
     worker.wake_up()
-    worker.reload_weights({})
+    worker.reload_weights([])
     assert (["close 0.0"], ["suspend", "renew"]) == worker.told()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from planner.problems import ProblemError
 from planner.store.records import InstanceRecord
-from planner.versions import ReplicaConflict, Resolution, resolve
+from planner.versions import ReplicaConflict, resolve
 from rfork.weights_version import of_update, of_weights, short, unnamed
 from rfork.wire import ForkRequest, InstanceReport, Rank, ScaleUp, StorageOffer
 from tests.unit.planner.builders import WEIGHTS, FakeTime, ask, make_registry, report, whole
@@ -28,12 +28,12 @@ def target(version: str | None = None, **changes: object) -> InstanceReport:
 def test_a_target_with_files_gets_their_version() -> None:
     """Whatever is served."""
     stated = report("t", version="v2")
-    assert Resolution("v2") == resolve(stated, [seed("a", "v1")], ())
+    assert "v2" == resolve(stated, [seed("a", "v1")], ()).version
 
 
 def test_a_target_without_files_takes_over_the_only_version() -> None:
     """The one that complete instances serve."""
-    assert Resolution("v1") == resolve(target(), [seed("a", "v1"), seed("b", "v1")], ())
+    assert "v1" == resolve(target(), [seed("a", "v1"), seed("b", "v1")], ()).version
 
 
 def test_a_target_without_files_is_refused_where_two_versions_are_served() -> None:
@@ -49,7 +49,7 @@ def test_a_target_without_files_is_refused_where_two_versions_are_served() -> No
 def test_a_draining_instance_serves_no_version() -> None:
     """New targets are not sent to it."""
     records = [seed("a", "v1", state="draining"), seed("b", "v2")]
-    assert Resolution("v2") == resolve(target(), records, ())
+    assert "v2" == resolve(target(), records, ()).version
 
 
 def test_a_version_that_is_being_loaded_is_taken_over_where_none_is_served() -> None:
@@ -57,32 +57,32 @@ def test_a_version_that_is_being_loaded_is_taken_over_where_none_is_served() -> 
     loading = InstanceRecord(
         report("a", version=None), seen_at=0.0, forget_s=10.0, resolved_version=unnamed("a")
     )
-    assert Resolution(unnamed("a")) == resolve(target(), [loading], ())
+    assert unnamed("a") == resolve(target(), [loading], ()).version
 
 
 def test_the_first_target_of_all_gets_a_version_of_its_own() -> None:
     """Named after its replica."""
-    assert Resolution(unnamed("r")) == resolve(target(replica="r"), [], ())
+    assert unnamed("r") == resolve(target(replica="r"), [], ()).version
 
 
 def test_a_target_keeps_the_version_that_it_took_over() -> None:
     """Also where another one is served by now."""
     begun = report("t", (0, 4), version="v1", any_version=True)
     records = [seed("a", "v1", state="draining"), seed("b", "v2")]
-    assert Resolution("v1") == resolve(begun, records, ())
+    assert "v1" == resolve(begun, records, ()).version
 
 
 def test_a_target_whose_version_is_gone_takes_over_the_next() -> None:
     """If it is the only rank that has begun."""
     begun = report("t", (0, 4), version="v1", any_version=True)
-    assert Resolution("v2") == resolve(begun, [seed("b", "v2")], ())
+    assert "v2" == resolve(begun, [seed("b", "v2")], ()).version
 
 
 def test_a_target_that_reads_its_own_storage_keeps_its_version() -> None:
     """Others may wait for what it reads."""
     begun = report("t", version=unnamed("t"), any_version=True)
     kept = resolve(begun, [seed("b", "v2")], (), reads_storage=True)
-    assert Resolution(unnamed("t")) == kept
+    assert unnamed("t") == kept.version
 
 
 def test_all_ranks_of_a_replica_get_the_version_of_the_first() -> None:
@@ -91,7 +91,7 @@ def test_all_ranks_of_a_replica_get_the_version_of_the_first() -> None:
         report("t0", version="v1", any_version=True, rank=PAIR[0], replica="r"), seen_at=0.0, forget_s=10.0
     )
     served = [seed("b", "v2", rank=PAIR[1])]
-    assert Resolution("v1") == resolve(target(rank=PAIR[1], replica="r"), [first, *served], [first])
+    assert "v1" == resolve(target(rank=PAIR[1], replica="r"), [first, *served], [first]).version
 
 
 def test_a_rank_whose_files_are_of_another_version_than_its_replica_is_refused() -> None:
@@ -106,7 +106,7 @@ def test_a_rank_that_starts_again_is_not_held_to_its_former_process() -> None:
     """Its record is still there for some seconds."""
     former = seed("t-before", "v1", replica="r")
     again = report("t", version="v2", replica="r")
-    assert Resolution("v2") == resolve(again, [former], [former])
+    assert "v2" == resolve(again, [former], [former]).version
 
 
 def test_ranks_without_a_replica_are_refused_where_two_versions_are_served() -> None:
@@ -124,7 +124,7 @@ def test_a_draft_follows_its_main_model() -> None:
     ]
     own_main = seed("t-main", "v2", replica="r")
     wanted = target(model="draft", rank=DRAFT, replica="r")
-    assert Resolution("d-v2") == resolve(wanted, drafts, [own_main], [*mains, own_main])
+    assert "d-v2" == resolve(wanted, drafts, [own_main], [*mains, own_main]).version
 
 
 @pytest.mark.parametrize(

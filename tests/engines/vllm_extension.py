@@ -1,0 +1,22 @@
+"""Methods that tests add to vLLM's workers (``--worker-extension-cls``): they run in the worker's process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.engines.digests import digest, tensors
+
+
+class WorkerExtension:
+    """Called by ``POST /collective_rpc``, once in each worker of a server."""
+
+    def weight_digests(self) -> dict[str, str]:
+        """Return the SHA-256 of each parameter of the model, by its name."""
+        worker: Any = self
+        return {name: digest(tensor) for name, tensor in worker.get_model().named_parameters()}
+
+    def load_tensors(self, folder: str) -> None:
+        """Update the weights in place, by tensors in memory: vLLM sees no file."""
+        worker: Any = self
+        worker.reload_weights(weights_iterator=tensors(Path(folder)))

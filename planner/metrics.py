@@ -83,8 +83,6 @@ class Metrics:
             "fallback",
             "reason",
         )
-        for kind in get_args(StorageKind):
-            self._fallbacks.labels(kind, FIRST_OF_VERSION)
         self._faults = self._counter("source_faults", "Faults that targets reported", "fault", "error")
         self._quarantines = self._counter("quarantines", "Sources put into quarantine")
         self._bytes = self._counter(

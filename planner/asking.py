@@ -202,12 +202,18 @@ class Asking:
         raise busy()
 
     def _with_version(self, record: InstanceRecord, version: str) -> InstanceRecord:
-        """Return the record with the version that was chosen for it."""
-        if record.report.version in (None, version):
-            return replace(record, resolved_version=version)
-        report = record.report.model_copy(
-            update={"version": version, "verified": (), "weights_id": None, "draft": None}
-        )
+        """Return the record with the version that was chosen for it.
+
+        Chunks of another version do not count. Nor does storage of a target that takes over a version, as
+        nothing says that it holds that one.
+        """
+        report, changes = record.report, dict[str, object]()
+        if report.version not in (None, version):
+            changes = {"version": version, "verified": (), "weights_id": None, "draft": None}
+        takes_over = report.version is None or report.any_version
+        if takes_over and report.storage and not weights_version.is_unnamed(version):
+            changes["storage"] = ()
+        report = report.model_copy(update=changes) if changes else report
         return replace(record, report=report, resolved_version=version)
 
     def _target(self, request: ForkRequest, version: str, owner: str) -> InstanceRecord:

@@ -85,7 +85,8 @@ def resolve(
         return _taken_over(next(iter(served)))
     unnamed = weights_version.unnamed(report.replica or own_id)
     if not served:
-        return _taken_over(current or unnamed)
+        # What it took over is gone: it must not read other weights under that name.
+        return _taken_over(current if current and weights_version.is_unnamed(current) else unnamed)
     listed = sorted(served)
     more = f" and {len(listed) - NAMED} more" if len(listed) > NAMED else ""
     return Resolution(

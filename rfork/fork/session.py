@@ -215,7 +215,7 @@ class ForkSession:
         else:
             gives = way is None or image.same_memory(capture(self._module, exclude=self._exclude))
         if way is None:
-            read_files = any(share.transport == "checkpoint" for share in self._pulled.sources)
+            read_files = any(share.transport in ("checkpoint", "loader") for share in self._pulled.sources)
             rename = self._version_of_loaded(seed, reasons) if read_files else None
             if rename is not None and seed.manifest is not None:
                 seed.version = rename(seed.manifest)

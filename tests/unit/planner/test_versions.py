@@ -167,6 +167,22 @@ async def test_a_cold_start_is_within_a_version(time: FakeTime) -> None:
     assert [1, 1] == [len(plan.storage) for plan in plans]
 
 
+async def test_a_target_that_takes_over_a_version_reads_no_storage_of_its_own(time: FakeTime) -> None:
+    """Nothing says which version its loader gives."""
+    registry = make_registry(time)
+    await registry.report(whole("full", version="v1", max_readers=0))
+    plan = await registry.ask(ask("t", version=None, storage=(StorageOffer(kind="loader"),)))
+    assert ("v1", ()) == (plan.version, plan.storage)
+
+
+async def test_a_target_whose_version_is_gone_reads_its_storage_under_another_name(time: FakeTime) -> None:
+    """What its loader gives is not that version."""
+    registry = make_registry(time)
+    loader = (StorageOffer(kind="loader"),)
+    plan = await registry.ask(ask("t", version="v1", any_version=True, replica="r", storage=loader))
+    assert (unnamed("r"), 1) == (plan.version, len(plan.storage))
+
+
 async def test_an_update_in_place_moves_a_seed_to_its_new_version(time: FakeTime) -> None:
     """Targets of the old version find no source any more."""
     registry = make_registry(time)

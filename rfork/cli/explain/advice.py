@@ -21,8 +21,8 @@ ADVICE: Final[dict[str, str]] = {
     "RFORK_PLANNER_SECRET.",
     "SourceGone": "See in the source's log why it ended; have it drained before it ends: `rfork drain "
     "INSTANCE --wait 60`.",
-    "SourceUnreachable": "Let the target's packets reach the source's ports: a firewall or network policy drops them, "
-    "or the path's MTU is smaller than the interface's.",
+    "SourceUnreachable": "Let the target's packets reach the source's ports: a firewall or network policy "
+    "drops them, or the path's MTU is smaller than the interface's.",
     "SourceStalled": "Look at the source's host and network: it sent nothing for RFORK_STALL_S "
     "seconds, or less than RFORK_MIN_RATE.",
     "SourceCorrupt": "Replace the source: its memory or its network changes bytes. `rfork status` "

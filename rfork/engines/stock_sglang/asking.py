@@ -140,7 +140,7 @@ class Asking:
                 f"quantisation or parallel sizes differ between {names}",
                 hint="give each kind a name of its own (rfork sidecar --model)",
             )
-        if len({report.weights_id for report in reports}) > 1:
+        if len({(report.version, report.weights_id) for report in reports}) > 1:
             # The ranks of one client ask one by one: each could get another.
             raise SourceBusy(f"stock seeds of model {self._model} hold several versions of its weights")
         return next(iter(found.values()))

@@ -16,12 +16,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from pathlib import Path
 from typing import Final
 
+from rfork.engines.own_version import version_of_files
 from rfork.engines.stock_sglang.engine import Description, Version, WeightInfo
+from rfork.errors import StorageError
+from rfork.logs import logger
 from rfork.settings import Settings
 from rfork.weights_version import of_weights
 from rfork.wire import InstanceReport, Placement, Rank
+
+log = logger(__name__)
 
 PREFIX: Final = "sglang:"
 """Of the names of models and instances."""
@@ -51,6 +57,22 @@ def weights_id(model: str, first: Version, now: Version) -> str:
     return _hash("weights", [model, now.version, now.path if now.path != first.path else ""])
 
 
+def version_of(stated: str | None, weights: str, first: Version, now: Version) -> str:
+    """Return the version of an engine's weights: as stated, that of its files, or by what the engine reports.
+
+    `first` is what the engine served when the sidecar came up. Weights that were updated other than from disk
+    are not those of any files; nor can files be read that the sidecar does not see.
+    """
+    if now == first and stated is not None:
+        return stated
+    if (now == first or now.path != first.path) and Path(now.path).is_dir():
+        try:
+            return version_of_files(now.path) or of_weights(weights)
+        except StorageError as error:
+            log.warning("the version of the engine's files is not known", because=str(error))
+    return of_weights(weights)
+
+
 def instance_id(settings: Settings, rank: int, info: WeightInfo) -> str:
     """One run of one rank of an engine: memory that was freed is never taken for the new one."""
     run = _hash("instance", [settings.host, rank, info.session, sorted(info.tensors.items())])
@@ -59,14 +81,14 @@ def instance_id(settings: Settings, rank: int, info: WeightInfo) -> str:
 
 
 def seed_report(
-    settings: Settings, *, model: str, rank: int, description: Description, info: WeightInfo, weights: str,
-    generation: int, address: str,
+    settings: Settings, *, model: str, version: str, rank: int, description: Description, info: WeightInfo,
+    weights: str, generation: int, address: str,
 ) -> InstanceReport:  # fmt: skip
     """A seed's heartbeat. `address`: host:port of its sidecar, which gives the info to who shows a lease."""
     return InstanceReport(
         instance_id=instance_id(settings, rank, info),
         model=PREFIX + model,
-        version=settings.version or of_weights(weights),
+        version=version,
         rank=Rank(tp=rank, tp_size=description.tp_size),
         layout_id=layout_id(description, info),
         weights_id=weights,

@@ -17,7 +17,7 @@ from rfork.control.heartbeat import Heartbeat
 from rfork.control.lease import decode_key, verify
 from rfork.control.planner_clock import PlannerClock
 from rfork.engines.stock_sglang.engine import Description, StockEngine, Version, WeightInfo
-from rfork.engines.stock_sglang.identity import instance_id, seed_report, weights_id
+from rfork.engines.stock_sglang.identity import instance_id, seed_report, version_of, weights_id
 from rfork.errors import LeaseRefused, NetworkError, RforkError, SettingsError, SourceChanged, SourceGone
 from rfork.logs import logger
 from rfork.settings import Settings
@@ -178,11 +178,12 @@ class Publisher:
         model = self._model or description.served_name
         self._last, self._published = version, True
         weights = weights_id(model, self._first, version)
+        name = version_of(self._settings.version, weights, self._first, version)
         self._tell(
             [
                 seed_report(
-                    self._settings, model=model, rank=rank, description=description, info=info,
-                    weights=weights, generation=self._generation, address=self._address(),
+                    self._settings, model=model, version=name, rank=rank, description=description,
+                    info=info, weights=weights, generation=self._generation, address=self._address(),
                 )
                 for rank, info in enumerate(infos)
             ]

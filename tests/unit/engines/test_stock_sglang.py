@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import save
 
 from planner.app import create_app
 from rfork.control.client import PlannerClient
@@ -19,6 +22,7 @@ from rfork.engines.stock_sglang.identity import (
     instance_id,
     layout_id,
     seed_report,
+    version_of,
     weights_id,
 )
 from rfork.engines.stock_sglang.publishing import Publisher
@@ -181,8 +185,8 @@ def test_a_seeds_report_can_be_sent_whatever_its_session(session: str) -> None:
     """Its id is one that the planner takes, and another for other memory."""
     info = WeightInfo(session, TENSORS)
     report = seed_report(
-        SETTINGS, model="m", rank=0, description=DESCRIPTION, info=info, weights="0" * 32, generation=0,
-        address="h:1",
+        SETTINGS, model="m", version="v", rank=0, description=DESCRIPTION, info=info,
+        weights="0" * 32, generation=0, address="h:1",
     )  # fmt: skip
     other = WeightInfo(session, {"other.weight": (1, 1, 2)})
     assert (PREFIX, f"{PREFIX}m", 2080) == (report.instance_id[:7], report.model, report.image_bytes)
@@ -260,3 +264,32 @@ def test_a_lease_may_be_shown_before_the_seed_has_its_keys(monkeypatch: pytest.M
     finally:
         unheard.arrive.set()
         publisher.stop()
+
+
+WEIGHTS = "1" * 32
+FIRST = Version("/models/m", "default")
+
+
+@pytest.mark.parametrize(
+    ("stated", "now", "expected"),
+    [
+        ("v1", FIRST, "v1"),
+        (None, FIRST, f"weights:{WEIGHTS}"),
+        ("v1", Version("/models/m", "step-5"), f"weights:{WEIGHTS}"),
+    ],
+)
+def test_the_version_of_a_stock_engine(stated: str | None, now: Version, expected: str) -> None:
+    """A stated version holds until the weights are updated; files that the sidecar does not see have none."""
+    assert expected == version_of(stated, WEIGHTS, FIRST, now)
+
+
+def test_a_stock_engine_has_the_version_of_its_files(tmp_path: Path) -> None:
+    """So that two folders under one name are two versions."""
+    versions = []
+    for name in "ab":
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(save({"weight": torch.full((4,), float(ord(name)))}))
+        here = Version(str(folder), "default")
+        versions.append(version_of(None, WEIGHTS, here, here))
+    assert 2 == len({version for version in versions if version.startswith("files:")})

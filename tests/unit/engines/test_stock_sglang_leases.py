@@ -89,8 +89,8 @@ class Fleet:
 
 def _seed(name: str, **changes: object) -> InstanceReport:
     report = seed_report(
-        SETTINGS, model="m", rank=0, description=DESCRIPTION, info=WeightInfo(f"{name}:1", TENSORS),
-        weights="0" * 32, generation=0, address=f"{name}:9",
+        SETTINGS, model="m", version="v", rank=0, description=DESCRIPTION,
+        info=WeightInfo(f"{name}:1", TENSORS), weights="0" * 32, generation=0, address=f"{name}:9",
     )  # fmt: skip
     return report.model_copy(update={"instance_id": f"{PREFIX}{name}", **changes})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -175,14 +176,14 @@ class Asking:
             ranks = list(state.ranks_of(report.replica)) if report.replica is not None else []
             models = {each.report.model for each in ranks if each.report.rank.role == "target"}
             mains = [each for model in models for each in state.members_of(model)]
-            reads_storage = any(share.source_id == report.instance_id for share in request.current)
+            members = [] if own_version else list(state.members_of(report.model))
             try:
                 resolution = resolve(
                     report,
-                    () if own_version else list(state.members_of(report.model)),
+                    members,
                     ranks,
                     mains if report.rank.role != "target" else (),
-                    reads_storage=reads_storage,
+                    loading=self._loading(request, members),
                 )
             except ReplicaConflict as error:
                 self._metrics.version_chosen("conflict")
@@ -200,6 +201,16 @@ class Asking:
                 continue
             return resolution
         raise busy()
+
+    def _loading(self, request: ForkRequest, members: Iterable[InstanceRecord]) -> set[str]:
+        """Return the ids of those that read their own storage by their current plans, the target included."""
+        own = request.instance.instance_id
+        names = [record.report.instance_id for record in members]
+        forks = ((name, self._store.state.live_fork_of(name)) for name in names)
+        found = {name for name, fork in forks if fork is not None and fork.storage}
+        if any(share.source_id == own for share in request.current):
+            found.add(own)
+        return found
 
     def _with_version(self, record: InstanceRecord, version: str) -> InstanceRecord:
         """Return the record with the version that was chosen for it.

@@ -8,7 +8,7 @@ got.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -41,13 +41,13 @@ def resolve(
     ranks: Iterable[InstanceRecord],
     mains: Iterable[InstanceRecord] = (),
     *,
-    reads_storage: bool = False,
+    loading: Collection[str] = (),
 ) -> Resolution:
     """Return the version that the target of `report` gets.
 
     `members` are the known instances of its model, `ranks` those of its replica, of any model, and `mains`,
     for a speculative model, the instances of the main models of its replica.
-    `reads_storage`: the target reads its own storage by its current plan.
+    `loading` are the ids of instances that read their own storage by their current plans.
 
     Raises ReplicaConflict where the target's own version is not its replica's.
     """
@@ -76,7 +76,7 @@ def resolve(
         if record.report.rank.role == role and record.report.instance_id != own_id
     ]
     current = report.version
-    if current is not None and (reads_storage or _is_available(current, report, alike)):
+    if current is not None and (own_id in loading or _can_complete(current, report, alike, loading)):
         return _taken_over(current)
     served = _served(alike)
     if len(served) > 1 and role != "target":
@@ -85,7 +85,7 @@ def resolve(
         return _taken_over(next(iter(served)))
     unnamed = weights_version.unnamed(report.replica or own_id)
     if not served:
-        # What it took over is gone: it must not read other weights under that name.
+        # Where what it took over is gone, it must not read other weights under that name.
         return _taken_over(current if current and weights_version.is_unnamed(current) else unnamed)
     listed = sorted(served)
     more = f" and {len(listed) - NAMED} more" if len(listed) > NAMED else ""
@@ -107,12 +107,14 @@ def _position(report: InstanceReport) -> tuple[str, int]:
     return report.rank.key, report.rank.dp
 
 
-def _is_available(version: str, report: InstanceReport, alike: Iterable[InstanceRecord]) -> bool:
-    """Return whether another instance holds this rank of the version, or is getting it."""
+def _can_complete(
+    version: str, report: InstanceReport, alike: Iterable[InstanceRecord], loading: Collection[str]
+) -> bool:
+    """Return whether another instance holds all of this rank of the version, or reads it from storage."""
     return any(
         record.version == version
         and record.report.rank.key == report.rank.key
-        and bool(record.report.verified or record.asked)
+        and (record.source.complete or record.report.instance_id in loading)
         for record in alike
     )
 

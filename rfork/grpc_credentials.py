@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 import grpc
@@ -26,7 +29,7 @@ def server_credentials(tls: TlsSettings) -> grpc.ServerCredentials | None:
         return None
     try:
         renewal = _Renewal(tls, _read(tls))
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:
         raise SettingsError(f"{CANNOT}: {error}", hint=PEM) from error
     credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
         _configuration(renewal.files),
@@ -64,16 +67,38 @@ def _read(tls: TlsSettings) -> Files:
     """The files' bytes. Raises OSError where gRPC could do nothing with them."""
     if tls.certificate is None or tls.key is None:
         raise SettingsError("RFORK_TLS_CERTIFICATE and RFORK_TLS_KEY go together: set both or neither")
-    paths = tls.key, tls.certificate, tls.ca
-    key, certificate, authorities = (path.read_bytes() if path else b"" for path in paths)
+    before = _contents(tls)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tls.certificate, tls.key)
+    with _naming("RFORK_TLS_CERTIFICATE", f"{tls.certificate} with {tls.key}"):
+        context.load_cert_chain(tls.certificate, tls.key)
     if tls.ca is not None:
-        context.load_verify_locations(cafile=tls.ca)
-    # Looked at by name: what was read is what was looked at only where it is there still.
-    if [key, certificate, authorities] != [path.read_bytes() if path else b"" for path in paths]:
+        with _naming("RFORK_TLS_CA", str(tls.ca)):
+            context.load_verify_locations(cafile=tls.ca)
+    # OpenSSL opened the files itself: the bytes are the checked ones only if they did not change meanwhile.
+    if before != _contents(tls):
         raise OSError("they change at this moment")
+    key, certificate, authorities = before
     return key, certificate, authorities if tls.ca else None
+
+
+def _contents(tls: TlsSettings) -> tuple[bytes, bytes, bytes]:
+    return _content("KEY", tls.key), _content("CERTIFICATE", tls.certificate), _content("CA", tls.ca)
+
+
+def _content(name: str, path: Path | None) -> bytes:
+    if path is None:
+        return b""
+    with _naming(f"RFORK_TLS_{name}", str(path)):
+        return path.read_bytes()
+
+
+@contextmanager
+def _naming(variable: str, files: str) -> Iterator[None]:
+    """Add the variable and its files to an OSError raised in the block."""
+    try:
+        yield
+    except OSError as error:  # ssl.SSLError is one
+        raise OSError(f"{variable}: cannot use {files}: {error.strerror or error}") from error
 
 
 def _configuration(files: Files) -> grpc.ServerCertificateConfiguration:

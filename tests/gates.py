@@ -11,11 +11,11 @@ GATED = """
 from rfork.control.client import PlannerClient
 ask, gates = PlannerClient.ask, [{gate!r}]
 
-def gated(client, request):
+def gated(client, request, **options):
     if gates:
         print("asks", flush=True)
         open(gates.pop()).read()
-    return ask(client, request)
+    return ask(client, request, **options)
 
 PlannerClient.ask = gated
 """

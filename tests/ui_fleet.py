@@ -260,12 +260,17 @@ def play_rollout(fleet: FleetPlayer, old: int = 6, forking: int = 3) -> tuple[st
 def play_trouble(fleet: FleetPlayer) -> None:
     """A fleet in which about everything that can be wrong is."""
     play_busy_fleet(fleet)
-    # One gives wrong bytes, and one reader says so.
+    # One source sends wrong bytes, and its readers on two hosts report it.
     plan = fleet.ask(llama(20), "a4-n1")
     accused = plan.routes[0].source_id
     detail = "chunk 41 has another digest than its manifest says"
     wrong = SourceFault(instance_id=accused, fault="source", error="ChunkMismatch", detail=detail)
     plan = fleet.ask(llama(20), "a4-n1", faults=[wrong])
+    # The accused has no reader now, and is the nearest source of this one.
+    second = fleet.ask(llama(30), "a1-n20")
+    if accused not in [route.source_id for route in second.routes]:
+        raise AssertionError(f"no second reader of {accused}: {second.reason}")
+    fleet.ask(llama(30), "a1-n20", faults=[wrong])
     fleet.progress(llama(20), 36, 0.31 * GB, plan)
     # One was killed, and one reader found nobody there.
     plan = fleet.ask(llama(21), "a4-n2")

@@ -76,7 +76,8 @@ def _part(chunks: tuple[Range, ...], target: Source) -> str:
 
 def nobody(group: Group, others: Sequence[Source]) -> str:
     """Return why no instance holds the layout, and what the fleet holds instead."""
-    version = f"version {short(group.version)} of " if group.version else ""
+    named = group.version and not is_unnamed(group.version)
+    version = f"version {short(group.version)} of " if named else ""
     model = f"{version}model {group.model}"
     if others:
         return other_layouts(group, others, f"{model} at rank {group.rank_key}")

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from rfork import settings as options
-from rfork.artifacts.key import ArtifactKey, key_of_here, name_of
+from rfork.artifacts.key import VERSION, ArtifactKey, key_of_here, name_of
 from rfork.artifacts.kinds import places
 from rfork.artifacts.packing import PASSING, Packed, found_in, pack
 from rfork.control.client import PlannerClient
@@ -81,7 +81,7 @@ class ArtifactGiver:
                 before = None
         seed = Seed(
             packed.image,
-            Identity(self.name),
+            Identity(self.name, version=VERSION),
             self._settings,
             choose(self._settings),
             manifest=manifest,

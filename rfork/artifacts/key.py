@@ -28,6 +28,9 @@ _ISA: Final = re.compile(
 )
 """The flags of an x86 CPU that `-march=native` compiles for; others come and go with kernels."""
 
+VERSION: Final = "artifacts"
+"""Of all images of artifacts: their names hold the key, and each image of one key is as good as another."""
+
 
 @dataclass(frozen=True)
 class ArtifactKey:

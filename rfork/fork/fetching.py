@@ -86,6 +86,7 @@ def fetch_reported(
         planner=connect(),
         dial=_dial(settings),
         on_progress=on_progress,
+        like=layout,
     ).run()
     seed = report.seed
     if seed is None or seed.manifest is None:

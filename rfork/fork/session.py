@@ -44,6 +44,7 @@ from rfork.fork.report import RESUME, ForkReport, Pulled, finish_of, own_trace, 
 from rfork.fork.stopwatch import Stopwatch
 from rfork.image.board import ChunkBoard
 from rfork.image.capture import capture
+from rfork.image.layout import Layout
 from rfork.image.memory import Image
 from rfork.image.writability import check_writable
 from rfork.logs import logger
@@ -89,11 +90,13 @@ class ForkSession:
         tracer: Tracer | None = None,
         current_version: Callable[[], str | None] | None = None,
         on_filled: Callable[[], None] | None = None,
+        like: Layout | None = None,
     ) -> None:
         """`current_version` computes the version of this instance's own files again, where the identity's is
         theirs. `on_filled` is called once the transfer has filled the module, before this instance is a seed.
-        If it raises EngineMismatch, the fallbacks are tried. `tracer`: this process's, unless it is given.
-        Raises what `rfork.tracing.tracer` raises.
+        If it raises EngineMismatch, the fallbacks are tried. `like` is the layout that the module was made of,
+        if it was: see `capture`. `tracer`: this process's, unless it is given. Raises what
+        `rfork.tracing.tracer` raises.
         """
         self._module = module
         self._identity = identity
@@ -107,6 +110,7 @@ class ForkSession:
         self._current_version = current_version
         self._serve_peer = serve_peer
         self._on_filled = on_filled
+        self._like = like
         self._fork_id = uuid4().hex
         self._tracer = tracer or process_tracer()
         self._watch = Stopwatch(self._tracer)
@@ -138,7 +142,7 @@ class ForkSession:
 
     def _run(self) -> ForkReport:
         with self._watch.phase("capture"):
-            image = capture(self._module, exclude=self._exclude)
+            image = capture(self._module, exclude=self._exclude, like=self._like)
             if not image.layout.image_bytes:
                 raise UnsupportedTensor(
                     "(all)", "the module has no tensor with bytes, so there is nothing to fork"

@@ -14,6 +14,7 @@ from rfork.image.capture import capture
 from rfork.image.memory import Image
 from rfork.image.proof import image_sha256
 from rfork.storage.snapshots.writer import write_snapshot
+from rfork.storage.versions.version import version_of
 from tests.conftest import StartRfork
 from tests.integration.test_cold_start import Group, Report, results, storage_bytes
 from tests.processes import at_start
@@ -54,11 +55,11 @@ def image(tiny_model: Path) -> Image:
 
 
 @pytest.fixture
-def server(image: Image, tmp_path: Path) -> Iterator[StorageServer]:
+def server(image: Image, tiny_model: Path, tmp_path: Path) -> Iterator[StorageServer]:
     """A web server that holds its snapshot."""
     folder = tmp_path / "served"
     folder.mkdir()
-    write_snapshot(image, image.manifest(), folder / NAME)
+    write_snapshot(image, image.manifest(), folder / NAME, version=version_of(tiny_model))
     with StorageServer(folder) as running:
         yield running
 

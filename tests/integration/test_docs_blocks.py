@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import rfork
@@ -25,6 +26,7 @@ from planner.service import running
 from rfork.cli.app import app
 from rfork.control.client import PlannerClient
 from rfork.settings import PlannerSettings
+from rfork.storage.versions.version import version_of
 from rfork.wire import ScaleUpView
 from tests.conftest import StartRfork
 from tests.docs.commands import simple_commands
@@ -101,15 +103,18 @@ def test_a_clone_is_ready_to_install(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "rfork" / "pyproject.toml").is_file()
 
 
-def test_python_of_the_readme(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_of_the_readme(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model of transformers and a module get their weights, and the module is given while it serves."""
+    checkpoint = tmp_path / "my-model"
+    checkpoint.mkdir()
     torch.manual_seed(0)
     given, module = (torch.nn.Linear(64, 64) for _ in range(2))
+    save_file(given.state_dict(), checkpoint / "model.safetensors")
     served: list[torch.nn.Module] = []
     with running(PlannerSettings.model_validate({"port": 0})) as url:
         script = block("python").text.replace("http://planner:8700", url)
-        script = script.replace("org/model", str(tiny_model))
-        with rfork.seed(given, model="my-model", planner=url) as seed:
+        script = script.replace("org/model", str(tiny_model)).replace("/models/my-model", str(checkpoint))
+        with rfork.seed(given, model="my-model", version=version_of(str(checkpoint)), planner=url) as seed:
             assert seed.wait_acknowledged(10)
             names: dict[str, object] = {"module": module, "serve": served.append}
             exec(compile(script, "README.md", "exec"), names)

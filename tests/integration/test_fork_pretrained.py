@@ -209,7 +209,7 @@ def test_pull_leaves_it_to_transformers_where_it_has_to(
     """`rfork pull --checkpoint` of weights that are merged as they are read: a folder works, a URI cannot."""
     bare = without_weights(mixtral, tmp_path / "bare")
     expected = proof(MixtralForCausalLM.from_pretrained(mixtral))
-    common = ("pull", str(bare), "--planner", planner, "--json", "--sha256")
+    common = ("pull", str(bare), "--version", "v1", "--planner", planner, "--json", "--sha256")
     quick = {"RFORK_TRANSPORTS": "http", "RFORK_PATIENCE_S": "0.2", "RFORK_DRAIN_S": "0"}
     fails = rfork_process(*common, "--checkpoint", "s3://models/mixtral/", environment=quick)
     assert (7, True) == (fails.wait(), "only it can: give it as a folder of this machine" in fails.stdout)

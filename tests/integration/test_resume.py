@@ -172,9 +172,14 @@ def test_a_target_that_is_killed_again_and_again(fleet: Fleet, right: Image) -> 
 
 
 def test_weights_that_changed_meanwhile(
-    fleet: Fleet, right: Image, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    fleet: Fleet,
+    right: Image,
+    tiny_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The seed has other weights when the target comes back: all that changed is fetched."""
+    """The seed has other weights, under the stated version of before: all that changed is fetched."""
+    monkeypatch.setenv("RFORK_VERSION", "v1")
     first = fleet.seed()
     fleet.killed(4)
     before = fleet.kept(right)

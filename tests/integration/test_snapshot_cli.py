@@ -142,8 +142,8 @@ def test_two_ranks_share_their_chunks(planner: str, rfork: Run, tiny_model: Path
     first, second = Rank(tp=0, tp_size=2), Rank(tp=1, tp_size=2)
     place = ["--name", "two", "--planner", planner, "--shared"]
     with (
-        engine.seed(module, model="two", rank=first, settings=settings) as one,
-        engine.seed(module, model="two", rank=second, settings=settings) as other,
+        engine.seed(module, model="two", version="v1", rank=first, settings=settings) as one,
+        engine.seed(module, model="two", version="v1", rank=second, settings=settings) as other,
     ):
         assert one.wait_acknowledged(10)
         assert other.wait_acknowledged(10)

@@ -131,14 +131,14 @@ def settings(planner: str) -> Settings:
 def test_a_rank_takes_no_other_ranks_image(settings: Settings, mine: Rank, other: Rank) -> None:
     """Of equal layouts, only that of the same place in a replica is taken; else there is none."""
     theirs, ours, target = Part(1), Part(2), Part(3)
-    with rfork.seed(theirs, model="parts", rank=other, settings=settings) as giving:
+    with rfork.seed(theirs, model="parts", version="v1", rank=other, settings=settings) as giving:
         assert giving.wait_acknowledged(30)
         with pytest.raises(NothingLeft):
-            rfork.fork(target, model="parts", rank=mine, settings=settings)
+            rfork.fork(target, model="parts", version="v1", rank=mine, settings=settings)
         assert not target.equals(theirs)
-        with rfork.seed(ours, model="parts", rank=mine, settings=settings) as right:
+        with rfork.seed(ours, model="parts", version="v1", rank=mine, settings=settings) as right:
             assert right.wait_acknowledged(30)
-            report = rfork.fork(target, model="parts", rank=mine, settings=settings)
+            report = rfork.fork(target, model="parts", version="v1", rank=mine, settings=settings)
     assert report.seed is not None
     report.seed.close()
     assert (True, [right.identity.instance_id]) == (

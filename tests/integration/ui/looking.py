@@ -21,7 +21,7 @@ def settings(**options: str | int | float) -> PlannerSettings:
             "gather_s": 0,
             "heartbeat_s": 600,
             "forget_s": 6000,
-            "lease_ttl_s": 6000,
+            "lease_ttl_s": 3600,
             **options,
         }
     )

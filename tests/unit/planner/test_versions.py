@@ -81,7 +81,7 @@ def test_a_target_whose_version_is_gone_takes_over_the_next() -> None:
 def test_a_target_that_reads_its_own_storage_keeps_its_version() -> None:
     """Others may wait for what it reads."""
     begun = report("t", version=unnamed("t"), any_version=True)
-    kept = resolve(begun, [seed("b", "v2")], (), reads_storage=True)
+    kept = resolve(begun, [seed("b", "v2")], (), loading={"t"})
     assert unnamed("t") == kept.version
 
 

@@ -94,8 +94,8 @@ class ForkSession:
     ) -> None:
         """`current_version` computes the version of this instance's own files again, where the identity's is
         theirs. `on_filled` is called once the transfer has filled the module, before this instance is a seed.
-        If it raises EngineMismatch, the fallbacks are tried. `like` is the layout that the module was made of,
-        if it was: see `capture`. `tracer`: this process's, unless it is given. Raises what
+        If it raises EngineMismatch, the fallbacks are tried. `like` is the layout that the module was made
+        of, if it was: see `capture`. `tracer`: this process's, unless it is given. Raises what
         `rfork.tracing.tracer` raises.
         """
         self._module = module

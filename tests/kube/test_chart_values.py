@@ -41,7 +41,10 @@ def test_readme_has_the_values() -> None:
 
 def test_settings_of_the_planner_are_known() -> None:
     """planner.settings takes the planner's options but for those that the chart sets by itself."""
-    own = {"bind", "port", "token", "tokens", "secret", "store", "hooks", "log_json", "log_level"}
+    own = {
+        *("allowed_hosts", "bind", "port", "token", "tokens", "secret", "store", "hooks"),
+        *("log_json", "log_level"),
+    }
     described = schema()["properties"]["planner"]["properties"]["settings"]["properties"]
     assert set(PlannerSettings.model_fields) - own == set(described)
 

@@ -29,7 +29,7 @@ MAX_DOUBT: Final = 8
 
 @dataclass(frozen=True)
 class Witness:
-    """A reader, as far as it can be told apart from others."""
+    """A reader that reports faults, with what distinguishes it from other readers."""
 
     instance_id: str
     host: str
@@ -38,7 +38,7 @@ class Witness:
 
     @property
     def key(self) -> str:
-        """The same for all readers that are not told apart."""
+        """Return one key for all readers that cannot be distinguished."""
         return f"{self.host}|{self.address}"
 
     def is_apart_from(self, other: Witness) -> bool:

@@ -190,7 +190,7 @@ class Batches:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await batch.whole.wait()
-            self._look(group.model)  # what expires tells nobody
+            self._look(group.model)  # expiry sends no notification
         if self._gathered.get(group) is batch:
             del self._gathered[group]
         asked, missing = list(batch.asked.values()), scaleups.expected(group)

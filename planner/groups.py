@@ -194,7 +194,7 @@ class LiveGroup:
     def orphaned(self) -> bool:
         """Return whether members are left and no source, though there was one.
 
-        A group whose last members drain is none: they were told to end, as in a rollout of another version.
+        A group whose last members drain does not count: they shut down, as in a rollout of another version.
         """
         if not self.seeded or self._holders.any_seed:
             return False

@@ -71,7 +71,7 @@ def differing(
     """Where the planner, of the scale-ups that it knows, expects others than are waited for.
 
     `own`: UIDs of whatever this controller may have announced replicas of. `before`: the same of last time;
-    `look_at`: when `told` was fetched.
+    `look_at`: when the announced scale-ups (`told`) were fetched.
     """
     found: dict[str, Differs] = {}
     own = set(own)

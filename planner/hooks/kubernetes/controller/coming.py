@@ -60,8 +60,8 @@ class Waited:
     rises: dict[str, Rise]
     """To be handed in next time; by the workload's UID."""
     sizes: dict[str, int]
-    """Replicas that each workload is to have; of others the Pods that there are. Also where nobody comes.
-    By the workload's UID."""
+    """Wanted replicas of each workload, or its current Pods where that is not known, by the workload's UID.
+    Workloads that expect no replica are included."""
 
 
 @dataclass(frozen=True)

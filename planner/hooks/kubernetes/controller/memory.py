@@ -43,7 +43,7 @@ class Memory:
     told_away: dict[str, ObjectRef] = field(default_factory=dict)
     """Those of them that were told so."""
     announced: dict[str, Telling] = field(default_factory=dict)
-    """What is still to be told of scale-ups, by their id."""
+    """Scale-up updates that are still to be sent, by id."""
 
 
 def remember(kept: dict[str, None], keys: Iterable[str]) -> None:

@@ -49,6 +49,8 @@ class Intake:
         """The weights_id of the plan."""
         self._left: str | None = None
         """The weights_id of what was dropped since the plan."""
+        self._version: str | None = None
+        """The version of the plan."""
         self._changed = changed
         self._board = board
         self._schedule = schedule
@@ -61,7 +63,7 @@ class Intake:
 
     def adopt(self, plan: Plan) -> None:
         """Follow a plan."""
-        self.expected, self._left = plan.weights_id, None
+        self.expected, self._left, self._version = plan.weights_id, None, plan.version
         self.sources.adopt(plan.routes, plan.storage)
         log.info(
             "planned",
@@ -89,6 +91,15 @@ class Intake:
             log.warning("started over", chunks=chunks, weights_id=self._left)
             self.sources.reasons.append(SourceChanged(why))
         return True
+
+    def is_other(self, plan: Plan) -> bool:
+        """Whether a plan is of other weights than those that were begun: of another version."""
+        manifest = self._digests.manifest
+        if manifest is None:
+            return False
+        if plan.weights_id is None:
+            return plan.version != self._version
+        return plan.weights_id != manifest.weights_id
 
     def leads_back(self, plan: Plan) -> bool:
         """Whether a plan names the weights that were dropped, and some that have yet to drop them too.

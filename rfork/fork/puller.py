@@ -207,6 +207,11 @@ class Puller:
                 continue
             with self._changed:
                 if plan is not None and (plan.routes or plan.storage) and not self._intake.leads_back(plan):
+                    if self._intake.is_other(plan):
+                        if self._schedule.in_flight:
+                            retry_at = now + LEAST_REPLAN_S  # what lands must not count for the next weights
+                            continue
+                        self._intake.start_over()
                     self._plans += 1
                     self._ask_again, lonely_since = None, None
                     self._intake.adopt(plan)

@@ -27,8 +27,11 @@ WAIT_S = 20.0
 def events(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """The heartbeat's log so far, without the fields."""
     caplog.set_level(logging.INFO, logger="rfork.heartbeat")
+    # By name: another logger's records reach `caplog` too where an earlier test has set its level.
     return lambda: [
-        record.rfork_fields["event"] for record in caplog.records if hasattr(record, "rfork_fields")
+        record.rfork_fields["event"]
+        for record in caplog.records
+        if record.name == "rfork.heartbeat" and hasattr(record, "rfork_fields")
     ]
 
 

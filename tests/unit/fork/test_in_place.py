@@ -116,6 +116,30 @@ def test_an_update_of_the_only_seed(fleet: Fleet, updates: Sequence[int]) -> Non
     assert 2 * len(updates) <= pulled.bytes_repeated // MIB <= 3 * len(updates)
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["named", "by version"])
+def test_a_plan_of_another_version_starts_the_fork_over(fleet: Fleet, named: bool) -> None:
+    """The fork had read two chunks of the old version; the source of the new version is not blamed."""
+    seed = fleet.source("seed", image(1))
+    versions = ["v1", "v2"]
+
+    def replan(faults: tuple[SourceFault, ...], current: tuple[Share, ...]) -> Plan:
+        reported.extend(fault.error for fault in faults)
+        if seed.manifest is None:
+            return plan()
+        version, weights_id = versions[seed.generation > 0], seed.manifest.weights_id if named else None
+        return plan(route(seed, ALL)).model_copy(update={"version": version, "weights_id": weights_id})
+
+    reported: list[str] = []
+    target = Target(fleet, replan, settings(window=1))
+    target.board.subscribe(
+        lambda: update(seed, 2) if not seed.generation and len(target.board) == 2 else None
+    )
+    target.run()
+    assert content(image(2)) == content(target.image)
+    assert reported == ["SourceChanged"]
+    assert "started over" in str(target.puller.reasons)
+
+
 def test_weights_that_come_back_as_they_were(fleet: Fleet) -> None:
     """What is still in the image is compared with the new manifest, and not read again."""
     seed = fleet.source("seed", image(1))

@@ -1,8 +1,10 @@
-"""Proof that an image is everything a model serves with: the device memory that building the model took.
+"""Proof that an image is everything a model serves with: the memory that building the model took.
 
-Whatever the device's allocator handed out while the model was built is a tensor of the model, or scratch that
-is known by name. Anything else may be weights in a place that capture cannot see: such a model is not forked,
-and is no seed. Runs on source and target, with torch's CUDA allocator; host memory has no such books.
+All memory that was added while the model was built is a tensor of the model, or scratch that is known by
+name. Anything else may be weights in a place that capture cannot see: such a model is not forked, and is no
+seed. Runs on source and target. On a GPU, memory is what torch's CUDA allocator handed out. On the CPU it is
+the memory of all tensors that Python refers to; what only C++ refers to is not seen there, and capture
+refuses the objects that are known to hold such memory (packed weights, script modules).
 """
 
 from __future__ import annotations
@@ -84,9 +86,12 @@ def spans_of(module: nn.Module) -> Iterator[tuple[int, int]]:
 
 
 def allocations() -> Blocks:
-    """Return the blocks that torch's CUDA allocator has handed out; none where another one took its place."""
+    """Return the memory in use: of torch's CUDA allocator, or of tensors where CUDA is not used.
+
+    Empty where another allocator took the place of torch's.
+    """
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
-        return {}
+        return host_tensors()
     try:
         snapshot: Sequence[Mapping[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     except RuntimeError:
@@ -104,12 +109,35 @@ def blocks_of(snapshot: Iterable[Mapping[str, Any]]) -> Blocks:
     }
 
 
+def host_tensors() -> Blocks:
+    """Return the host memory of all tensors that Python refers to: the bytes that each covers, by address.
+
+    Not their storages: a tensor may be a small part of a file that is mapped as one storage.
+    """
+    blocks: dict[int, int] = {}
+    for tensor in _live_tensors():
+        if tensor.device.type == "cpu" and tensor.layout is torch.strided and (address := _address(tensor)):
+            length = span_of(tensor.shape, tensor.stride(), tensor.itemsize)
+            blocks[address] = max(length, blocks.get(address, 0))
+    return blocks
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):  # without memory of its own
+        return 0
+
+
+def _live_tensors() -> Iterator[torch.Tensor]:
+    with torch._C.DisableTorchFunctionSubclass():
+        # By the type: `isinstance` runs code of objects that stand for others.
+        yield from (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+
+
 def _holders(missing: Spans) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the memory of tensors that Python knows in `missing`, by the variables that hold them."""
-    for value in gc.get_objects():
-        # By the type: `isinstance` runs code of objects that stand for others.
-        if not issubclass(type(value), torch.Tensor):
-            continue
+    for value in _live_tensors():
         try:
             storage = value.untyped_storage()
             span = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
@@ -149,7 +177,7 @@ def _told(missing: Spans, names: Sequence[str]) -> str:
     shown = ", ".join(sorted(names)[:MAX_CANDIDATES])
     held = f"held by {shown}" if names else "which no tensor of Python's holds"
     return (
-        f"building it took {_bytes(missing)} bytes of device memory that are no tensor of the model "
+        f"building it took {_bytes(missing)} bytes of memory that are no tensor of the model "
         f"({len(missing)} blocks, the largest of {largest} bytes), {held}"
     )
 

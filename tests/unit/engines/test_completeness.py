@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from rfork.wire import Rank
 MIB = 1 << 20
 OUT_OF_SIGHT: list[torch.Tensor] = []
 """Held by this module, as an engine holds what it shares between models."""
+KERNELS: list[Callable[[], torch.Tensor]] = []
+"""Functions that this module has registered."""
 flashinfer_workspace: torch.Tensor | None = None
 
 
@@ -90,6 +93,7 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 def nothing_out_of_sight() -> None:
     """No test sees another one's."""
     OUT_OF_SIGHT.clear()
+    KERNELS.clear()
 
 
 def test_a_model_whose_memory_is_all_its_tensors_is_complete(allocated: list[torch.Tensor]) -> None:
@@ -109,9 +113,7 @@ def test_memory_that_no_tensor_of_the_model_has_is_named(allocated: list[torch.T
     vars(completeness)["_test_weights"] = OUT_OF_SIGHT[0]
     allocated += [module.weight, OUT_OF_SIGHT[0]]
     try:
-        with pytest.raises(
-            UnsupportedTensor, match=r"4194304 bytes of device memory.*completeness._test_weights"
-        ):
+        with pytest.raises(UnsupportedTensor, match=r"4194304 bytes of memory.*completeness._test_weights"):
             proof.check(module)
     finally:
         del vars(completeness)["_test_weights"]
@@ -125,6 +127,70 @@ def test_scratch_is_excluded_by_the_name_of_its_variable(
     module = Layer()
     monkeypatch.setitem(globals(), "flashinfer_workspace", torch.ones(MIB))
     allocated += [module.weight, globals()["flashinfer_workspace"]]
+    proof.check(module)
+
+
+class Tied(nn.Module):
+    """An embedding and a head with one weight, and a rotary table that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1024, 256)
+        self.head = nn.Linear(256, 1024, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("table", torch.ones(64, 256), persistent=False)
+
+
+def hide_in_a_closure() -> None:
+    """A function that other code has registered holds the tensor."""
+    weight = torch.ones(MIB)
+    KERNELS.append(lambda: weight)
+
+
+def hide_in_a_cache() -> None:
+    """A list of another module holds it."""
+    OUT_OF_SIGHT.append(torch.ones(MIB))
+
+
+@pytest.mark.parametrize("hide", [hide_in_a_closure, hide_in_a_cache])
+def test_a_tensor_on_the_cpu_that_capture_does_not_see_is_refused(hide: Callable[[], None]) -> None:
+    """The error gives its bytes."""
+    proof = Completeness()
+    module = Tied()
+    hide()
+    with pytest.raises(UnsupportedTensor, match="4194304 bytes of memory"):
+        proof.check(module)
+
+
+def test_what_tied_weights_buffers_and_a_kv_cache_take_on_the_cpu_is_explained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cache is known by the name of the variable that holds it."""
+    proof = Completeness()
+    module = Tied()
+    monkeypatch.setitem(globals(), "shared_kv_cache", torch.ones(MIB))
+    proof.check(module)
+
+
+def test_garbage_of_the_loader_is_collected_first() -> None:
+    """A cycle keeps what the loader has read until then."""
+    proof = Completeness()
+    module = Tied()
+    read: list[object] = [torch.ones(MIB)]
+    read.append(read)
+    del read
+    proof.check(module)
+
+
+def test_a_tensor_that_is_a_part_of_a_mapped_file_counts_as_that_part(tmp_path: Path) -> None:
+    """The rest of the file is no memory of the model."""
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(16 * MIB))
+    proof = Completeness()
+    module = Tied()
+    whole = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=16 * MIB)
+    module.head.weight = nn.Parameter(torch.empty(0).set_(whole, 0, (1024, 256)))  # type: ignore[call-overload]
+    del whole
     proof.check(module)
 
 

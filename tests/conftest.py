@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ import hypothesis
 import pytest
 from hypothesis.internal.conjecture import providers
 
+from rfork import logs
 from tests.models import make_tiny_llama
 from tests.ports import free_port
 from tests.processes import START_S, RforkProcess
@@ -59,6 +61,18 @@ def _signals_as_before() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """A command that runs in this process configures logging: later tests do not inherit that."""
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    levels = {name: logging.getLogger(name).level for name in (None, *logs.CHATTY)}
+    yield
+    root.handlers = handlers
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)

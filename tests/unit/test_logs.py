@@ -12,15 +12,6 @@ import pytest
 from rfork.logs import configure, logger
 
 
-@pytest.fixture(autouse=True)
-def _keep_logging_as_it_is() -> Iterator[None]:
-    """The test runner's own logging comes back after each test."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers, root.level = handlers, level
-
-
 def logged(*, as_json: bool, level: str) -> list[str]:
     """The lines that one debug and one info event, and one record of the standard library, become."""
     stream = io.StringIO()
